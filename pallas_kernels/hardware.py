@@ -1,0 +1,31 @@
+"""What a kernel may need to know about the chip it runs on.
+
+Kernels never ask the runtime which device they run on: the caller passes one of these values, so that a kernel can be
+traced, interpreted and compiled on a machine that has no such chip.
+"""
+
+from dataclasses import dataclass
+
+MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class TpuFacts:
+    """One TPU TensorCore, and how many of them one JAX device drives. Memory figures are per TensorCore."""
+
+    name: str
+    device_kind: str  # what `jax.Device.device_kind` says
+    tensor_cores: int  # per JAX device: 2 on the megacore chips
+    vmem_bytes: int
+    smem_bytes: int
+    hbm_bytes_per_second: float
+
+
+# Vector memory, scalar memory and memory bandwidth as JAX states them in `jax.experimental.pallas.tpu.get_tpu_info`.
+TPU_V4 = TpuFacts("v4", "TPU v4", 2, 16 * MIB, MIB, 0.615e12)
+TPU_V5E = TpuFacts("v5e", "TPU v5 lite", 1, 128 * MIB, MIB, 0.820e12)
+TPU_V5P = TpuFacts("v5p", "TPU v5", 2, 64 * MIB, MIB, 1.230e12)
+TPU_V6E = TpuFacts("v6e", "TPU v6 lite", 1, 128 * MIB, MIB, 1.640e12)
+TPU_7X = TpuFacts("tpu7x", "TPU7x", 1, 64 * MIB, MIB, 3.700e12)
+
+TPUS = {facts.name: facts for facts in (TPU_V4, TPU_V5E, TPU_V5P, TPU_V6E, TPU_7X)}
