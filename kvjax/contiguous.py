@@ -1,0 +1,146 @@
+"""The contiguous cache: one fixed span a row, no pages.  What paging is compared with.
+
+It takes the calls a model and a serving loop make (`kvjax.reserve`, `write`, `attend`, `commit`, `release`), so that
+the same code runs on either.  K and V stand in arrays of their own, addressed by row and position and nothing else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int32
+
+from kvjax import cache as paged
+from kvjax.attention.xla import tiled_attention
+from kvjax.grant import Grant, make_grant
+from kvjax.pages.status import Status
+from kvjax.spec import CacheSpec
+
+BLOCK = 128
+"""Keys read at a time; spans are rounded up to it."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True)
+class ContiguousCache:
+    """One span of memory a row, reserved whole from the start.
+
+    Attributes:
+      length: committed tokens a row.
+      reserved: end of the positions a row may write now.
+      keys, values: all layers' spans; layer l of row r is at l · rows + r.
+      spec: the model's spec: one group with tensors k and v.
+      max_context: positions a row may hold.
+    """
+
+    length: Int32[Array, " rows"]
+    reserved: Int32[Array, " rows"]
+    keys: Float[Array, "spans kv_heads span key_dim"]
+    values: Float[Array, "spans kv_heads span value_dim"]
+    spec: CacheSpec = field(metadata={"static": True})
+    max_context: int = field(metadata={"static": True})
+
+    @property
+    def rows(self) -> int:
+        return self.length.shape[0]
+
+
+def init_contiguous(spec: CacheSpec, *, rows: int, max_context: int) -> ContiguousCache:
+    """An empty contiguous cache of `rows` spans of `max_context` positions; the memory is zeroed.
+
+    Raises:
+      NotImplementedError: a spec with several groups, a window, or tensors other than k and v; use `kvjax.init`.
+      ValueError: `rows` or `max_context` below 1.
+    """
+    if rows < 1 or max_context < 1:
+        raise ValueError(f"{rows=} and {max_context=} must be at least 1")
+    group = spec.groups[0]
+    if len(spec.groups) != 1 or group.window is not None or {t.name for t in group.tensors} != {"k", "v"}:
+        raise NotImplementedError("a contiguous cache holds one group with tensors k and v; use kvjax.init instead")
+    key, value = group.tensor("k"), group.tensor("v")
+    spans, span = len(group.layers) * rows, -(-max_context // BLOCK) * BLOCK
+    return ContiguousCache(
+        length=jnp.zeros(rows, jnp.int32),
+        reserved=jnp.zeros(rows, jnp.int32),
+        keys=jnp.zeros((spans, key.heads, span, key.width), key.dtype),
+        values=jnp.zeros((spans, value.heads, span, value.width), value.dtype),
+        spec=spec,
+        max_context=max_context,
+    )
+
+
+@paged.reserve.register
+def _(
+    cache: ContiguousCache,
+    tokens: Int32[Array, " rows"],
+    *,
+    max_tokens: int,
+    order: Int32[Array, " rows"] | None = None,
+) -> tuple[ContiguousCache, Grant]:
+    del order  # Rows have spans of their own and cannot take one another's.
+    fits = (tokens >= 0) & (tokens <= cache.max_context - cache.length)
+    bounded = (jnp.cumsum(jnp.where(fits, tokens, 0)) <= max_tokens) | (tokens == 0)
+    status = jnp.where(fits, jnp.where(bounded, Status.OK, Status.OVER_BOUND), Status.TABLE_FULL).astype(jnp.int32)
+    granted = jnp.where(status == Status.OK, tokens, 0)
+    reserved = jnp.maximum(cache.reserved, cache.length + granted)
+    return replace(cache, reserved=reserved), make_grant(granted, status, cache.length, max_tokens)
+
+
+@paged.write.register
+def _(cache: ContiguousCache, layer: int | Array, grant: Grant, **tensors: Array) -> ContiguousCache:
+    if set(tensors) != {"k", "v"}:
+        raise ValueError(f"this cache's layers hold tensors k and v, got {sorted(tensors)}")
+    span = jnp.where(grant.row < cache.rows, layer * cache.rows + grant.row, cache.keys.shape[0])
+    return replace(
+        cache,
+        keys=cache.keys.at[span, :, grant.position].set(tensors["k"].astype(cache.keys.dtype), mode="drop"),
+        values=cache.values.at[span, :, grant.position].set(tensors["v"].astype(cache.values.dtype), mode="drop"),
+    )
+
+
+@paged.attend.register
+def _(
+    cache: ContiguousCache,
+    layer: int | Array,
+    grant: Grant,
+    q: Float[Array, "packed q_heads key_dim"],
+    *,
+    scale: float | None = None,
+) -> Float[Array, "packed q_heads value_dim"]:
+    def fetch(rows: Int32[Array, " tiles"], index: Int32[Array, ""]) -> tuple[Array, Array]:
+        spans = layer * cache.rows + jnp.minimum(rows, cache.rows - 1)
+
+        def block(memory: Array) -> Array:
+            size = (1, memory.shape[1], BLOCK, memory.shape[3])
+            return jax.vmap(lambda span: lax.dynamic_slice(memory, (span, 0, index * BLOCK, 0), size)[0])(spans)
+
+        return block(cache.keys), block(cache.values)
+
+    return tiled_attention(
+        q,
+        grant,
+        fetch,
+        block=BLOCK,
+        kv_heads=cache.keys.shape[1],
+        value_dim=cache.values.shape[3],
+        scale=q.shape[-1] ** -0.5 if scale is None else scale,
+    )
+
+
+@paged.commit.register
+def _(cache: ContiguousCache, tokens: Int32[Array, " rows"]) -> ContiguousCache:
+    valid = (tokens >= 0) & (tokens <= cache.reserved - cache.length)
+    return replace(cache, length=cache.length + jnp.where(valid, tokens, 0))
+
+
+@paged.release.register
+def _(
+    cache: ContiguousCache, rows: Bool[Array, " rows"], *, max_pages: int | None = None
+) -> tuple[ContiguousCache, Int32[Array, " rows"]]:
+    del max_pages  # Nothing is unmapped.
+    status = jnp.where(rows & (cache.reserved == 0), Status.EMPTY, Status.OK).astype(jnp.int32)
+    keep = ~rows
+    return replace(cache, length=cache.length * keep, reserved=cache.reserved * keep), status
