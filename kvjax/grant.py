@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
+from kvjax.packing import pack_rows
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True)
@@ -21,6 +23,7 @@ class Grant:
       offset: where a row's tokens begin in the packed lists; they stand together, in order of position.
       row: the row of each packed token; `rows` (out of range) in padding.
       position: its position in the row; 0 in padding.
+      copies: pages that were copied on write to make this grant, over all groups.
     """
 
     tokens: Int32[Array, " rows"]
@@ -29,6 +32,7 @@ class Grant:
     offset: Int32[Array, " rows"]
     row: Int32[Array, " packed"]
     position: Int32[Array, " packed"]
+    copies: Int32[Array, ""]
 
     @property
     def rows(self) -> int:
@@ -50,24 +54,12 @@ class Grant:
         return jnp.where(self.tokens > 0, self.offset + self.tokens - 1, self.packed)
 
 
-def pack_rows(counts: Int32[Array, " rows"], bound: int) -> tuple[Int32[Array, " bound"], Int32[Array, " bound"]]:
-    """Lists every (row, index) with index < counts[row], row by row, in `bound` places.
-
-    Padding has row == rows.  The counts must be non-negative and sum to at most `bound`.  O(rows + bound), no loop.
-    """
-    rows = counts.shape[0]
-    ends = jnp.cumsum(counts)
-    place = jnp.arange(bound, dtype=jnp.int32)
-    row = jnp.searchsorted(ends, place, side="right", method="scan_unrolled").astype(jnp.int32)
-    start = ends - counts
-    return row, place - start.at[row].get(mode="fill", fill_value=bound) if rows else place
-
-
 def make_grant(
     tokens: Int32[Array, " rows"],
     status: Int32[Array, " rows"],
     length: Int32[Array, " rows"],
     max_tokens: int,
+    copies: Int32[Array, ""] | None = None,
 ) -> Grant:
     """Packs granted token counts (sum ≤ `max_tokens`) that follow the committed `length` of each row."""
     row, index = pack_rows(tokens, max_tokens)
@@ -79,4 +71,5 @@ def make_grant(
         offset=jnp.cumsum(tokens) - tokens,
         row=row,
         position=position,
+        copies=jnp.int32(0) if copies is None else copies,
     )

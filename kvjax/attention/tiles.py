@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from kvjax.grant import Grant, pack_rows
+from kvjax.grant import Grant
+from kvjax.packing import pack_rows
 
 
 @jax.tree_util.register_dataclass

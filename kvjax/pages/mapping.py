@@ -1,0 +1,55 @@
+"""Reading and writing many entries of the page table at once, from packed work lists under a static bound.
+
+A dense pass over rows × width would touch the whole table for one short row.  A work list names just the entries that
+change: `pack_rows` lists (row, logical page), padding has row == rows and falls out of range everywhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Int32
+
+from kvjax.packing import pack_rows
+from kvjax.pages.holders import any_fault, change_holders
+from kvjax.pages.status import Fault
+from kvjax.pages.table import INT32_MAX, GroupPages
+
+
+def read_entries(
+    group: GroupPages, row: Int32[Array, " bound"], logical: Int32[Array, " bound"]
+) -> Int32[Array, " bound"]:
+    """Physical pages of (row, logical page); `num_pages` for padding."""
+    return group.pages.at[row, logical % group.width].get(mode="fill", fill_value=group.num_pages)
+
+
+def within_bound(counts: Int32[Array, " rows"], bound: int) -> Bool[Array, " rows"]:
+    """Rows whose entries find room in a work list of `bound` places, in row order.
+
+    A row larger than the whole bound takes no room from the others; after the first that no longer fits, only rows
+    that ask for nothing pass.
+    """
+    if counts.shape[0] * bound > INT32_MAX:
+        raise ValueError(f"a static {bound=} over {counts.shape[0]} rows exceeds 32-bit counts; use a smaller bound")
+    alone = counts <= bound
+    return alone & ((jnp.cumsum(jnp.where(alone, counts, 0)) <= bound) | (counts == 0))
+
+
+def unmap(
+    group: GroupPages, start: Int32[Array, " rows"], counts: Int32[Array, " rows"], bound: int
+) -> tuple[GroupPages, Int32[Array, ""]]:
+    """Takes logical pages [start, start + counts) from each row; pages left without a holder go to limbo.
+
+    `first` and `end` stay as they are.  Returns the group and fault bits.
+    """
+    row, index = pack_rows(counts, bound)
+    logical = start.at[row].get(mode="clip") + index
+    lost = read_entries(group, row, logical)
+    lost, pages = lax.optimization_barrier((lost, group.pages))
+    pages = pages.at[row, logical % group.width].set(group.num_pages, mode="drop")
+    bad = any_fault((row < counts.shape[0]) & (lost >= group.num_pages), Fault.MAPPED_PAGE_UNHELD)
+    nothing = jnp.zeros(0, jnp.int32)
+    group, faults = change_holders(replace(group, pages=pages), nothing, lost)
+    return group, faults | bad
