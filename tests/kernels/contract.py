@@ -26,11 +26,12 @@ class Case:
     name: str
     q_heads: int
     kv_heads: int
-    head_dim: int
+    head_dim: int  # of keys, and of values unless `value_dim` is given
     page_size: int
     dtype: str
     lengths: tuple[int, ...]
     queries: tuple[tuple[int, int], ...]
+    value_dim: int | None = None
 
     def __str__(self) -> str:
         return self.name
@@ -69,7 +70,7 @@ def ragged(heads: str, head_dim: int, page_size: int, dtype: str) -> Case:
     lengths = (page + 1, 0, 1, page, page - 1, 5 * page + 3)
     last = len(lengths) - 1
     one_each = [(row, length) for row, length in enumerate(lengths)]
-    sharing = [(last, 2 * page), (last, 1), (last, 4 * page + 7)]
+    sharing = [(last, 2 * page), (last, 1), (0, page), (last, 4 * page + 7)]
     padding = [(len(lengths), 0)]
     queries = (*one_each[:3], *padding, *one_each[3:], *sharing, *padding)
     name = f"ragged-{heads}x{head_dim}-page{page}-{dtype}"
@@ -111,17 +112,18 @@ def make_problem(case: Case, *, lane_multiple: int = 1, seed: int = 0) -> Proble
     """The poisoned problem of a case, the same for the same seed. Lanes are rounded up to `lane_multiple`."""
     random = np.random.default_rng(seed)
     dtype = DTYPES[case.dtype]
-    rows, longest, dim = len(case.lengths), max(case.lengths), case.head_dim
+    rows, longest = len(case.lengths), max(case.lengths)
+    key_dim, value_dim = case.head_dim, case.value_dim or case.head_dim
 
     def normal(*shape: int) -> np.ndarray:
         return random.standard_normal(shape).astype(dtype)
 
-    keys = normal(rows, case.kv_heads, longest, dim)
-    values = normal(rows, case.kv_heads, longest, dim)
-    q = normal(len(case.queries), case.q_heads, dim)
+    keys = normal(rows, case.kv_heads, longest, key_dim)
+    values = normal(rows, case.kv_heads, longest, value_dim)
+    q = normal(len(case.queries), case.q_heads, key_dim)
     q = (q * np.asarray(3, dtype)).astype(dtype)  # logits of spread 3: the running maximum moves often
     pool, pages = _scatter(keys, values, case, lane_multiple, random)
-    scale = dim**-0.5
+    scale = key_dim**-0.5
     return Problem(
         case=case,
         q=q,
@@ -130,7 +132,7 @@ def make_problem(case: Case, *, lane_multiple: int = 1, seed: int = 0) -> Proble
         row=np.array([row for row, _ in case.queries], np.int32),
         context=np.array([context for _, context in case.queries], np.int32),
         page_offset=np.array(LAYER * (pool.shape[0] // LAYERS), np.int32),
-        value_dim=dim,
+        value_dim=value_dim,
         scale=scale,
         expected=_attention(q, keys, values, case, scale),
     )
@@ -140,11 +142,11 @@ def _scatter(
     keys: np.ndarray, values: np.ndarray, case: Case, lane_multiple: int, random: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
     """Lays every row's tokens out in permuted pages of a pool that is NaN elsewhere; returns (pool, page table)."""
-    size, dim = case.page_size, case.head_dim
+    size, key_dim, used_lanes = case.page_size, keys.shape[-1], keys.shape[-1] + values.shape[-1]
     mapped = [-(-length // size) for length in case.lengths]
     pages_per_layer = sum(mapped) + 3
     width = max(mapped) + 2
-    lanes = -(-2 * dim // lane_multiple) * lane_multiple
+    lanes = -(-used_lanes // lane_multiple) * lane_multiple
     pool = np.full((LAYERS * pages_per_layer, case.kv_heads, size, lanes), np.nan, keys.dtype)
     pages = np.full((len(case.lengths), width), UNUSED_ENTRY, np.int32)
 
@@ -155,15 +157,15 @@ def _scatter(
             slots = slice(column * size, min((column + 1) * size, length))
             filled = slots.stop - slots.start
             block = pool[LAYER * pages_per_layer + page]
-            block[:, :filled, :dim] = keys[row, :, slots]
-            block[:, :filled, dim : 2 * dim] = values[row, :, slots]
+            block[:, :filled, :key_dim] = keys[row, :, slots]
+            block[:, :filled, key_dim:used_lanes] = values[row, :, slots]
     return pool, pages
 
 
 def _attention(q: np.ndarray, keys: np.ndarray, values: np.ndarray, case: Case, scale: float) -> np.ndarray:
     """Softmax attention of each query over its own context, in float64, from contiguous keys and values."""
     group = case.q_heads // case.kv_heads
-    out = np.zeros(q.shape)
+    out = np.zeros((*q.shape[:2], values.shape[-1]))
     for index, (row, context) in enumerate(case.queries):
         if context == 0:
             continue
