@@ -1,0 +1,21 @@
+"""Continuous batching over any model that follows `kvjax.models.protocol`."""
+
+from kvjax.engine.backing import Backing, ContiguousBacking, PagedBacking
+from kvjax.engine.engine import Engine
+from kvjax.engine.metrics import Distribution, Metrics
+from kvjax.engine.pagemap import PageMap
+from kvjax.engine.request import Event, FinishReason, Request, Result
+
+__all__ = [
+    "Backing",
+    "ContiguousBacking",
+    "Distribution",
+    "Engine",
+    "Event",
+    "FinishReason",
+    "Metrics",
+    "PageMap",
+    "PagedBacking",
+    "Request",
+    "Result",
+]

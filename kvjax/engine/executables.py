@@ -1,0 +1,72 @@
+"""The compiled steps: one executable a function and bucket, the cache donated, compile time kept apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+from kvjax.engine import steps
+from kvjax.engine.backing import Backing
+from kvjax.engine.steps import Decode, Feed, Report, Slots
+from kvjax.models.protocol import Model
+
+
+class Executables:
+    """Runs the functions of `steps` on one cache.
+
+    A call whose shapes were not seen before compiles first.  `compile_seconds` sums the time that took, by `clock`;
+    `compiled` lists what was compiled, in order, as (function, bucket).
+    """
+
+    def __init__(self, model: Model, backing: Backing, *, burst: int, clock: Callable[[], float]):
+        self._clock = clock
+        self._parameters = model.parameters
+        self._functions: dict[str, Callable] = {
+            "mixed": partial(steps.mixed_step, model, backing),
+            "burst": partial(steps.decode_burst, model, backing, burst),
+            "release": partial(steps.release_rows, backing),
+            "fork": steps.fork_rows,
+        }
+        self._executables: dict[tuple[str, int], Callable] = {}
+        self.compile_seconds = 0.0
+
+    @property
+    def compiled(self) -> list[tuple[str, int]]:
+        return list(self._executables)
+
+    def mixed(self, cache: Any, feed: Feed, slots: Slots) -> tuple[Any, Report]:
+        """`steps.mixed_step`; the bucket is the length of `feed.tokens`."""
+        return self._run("mixed", feed.tokens.shape[0], (), self._parameters, cache, feed, slots)
+
+    def burst(self, cache: Any, decode: Decode, slots: Slots) -> tuple[Any, Report]:
+        """`steps.decode_burst`; the bucket is the number of slots."""
+        return self._run("burst", slots.row.shape[0], (), self._parameters, cache, decode, slots)
+
+    def release(self, cache: Any, rows: np.ndarray, pages: int) -> tuple[Any, Any, Any]:
+        """`steps.release_rows` of rows that map `pages` pages in all."""
+        bound = power_of_two(pages)
+        return self._run("release", bound, (bound,), cache, rows)
+
+    def fork(self, cache: Any, parent: np.ndarray, pages: int) -> tuple[Any, Any]:
+        """`steps.fork_rows` of children that take `pages` pages in all."""
+        bound = power_of_two(pages)
+        return self._run("fork", bound, (bound,), cache, parent)
+
+    def _run(self, name: str, bucket: int, static: tuple[int, ...], *arguments: Any) -> Any:
+        executable = self._executables.get((name, bucket))
+        if executable is None:
+            started = self._clock()
+            function = jax.jit(partial(self._functions[name], *static), donate_argnames="cache")
+            executable = function.lower(*arguments).compile()
+            self._executables[name, bucket] = executable
+            self.compile_seconds += self._clock() - started
+        return executable(*arguments)
+
+
+def power_of_two(number: int) -> int:
+    """The smallest power of two that is at least `number`; 1 for 0."""
+    return 1 << max(0, number - 1).bit_length()

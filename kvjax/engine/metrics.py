@@ -1,0 +1,159 @@
+"""What a run cost: times by the caller's clock with compilation left out, pages, and what filled them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """Mean, median and 99th percentile over requests; NaN without any."""
+
+    mean: float
+    p50: float
+    p99: float
+
+    @classmethod
+    def of(cls, values: list[float]) -> Distribution:
+        if not values:
+            return cls(float("nan"), float("nan"), float("nan"))
+        return cls(float(np.mean(values)), float(np.percentile(values, 50)), float(np.percentile(values, 99)))
+
+
+@dataclass(frozen=True, slots=True)
+class Metrics:
+    """The sum of a run.
+
+    Attributes:
+      requests: submitted.
+      finished: how many ended with each finish reason.
+      prompt_tokens, generated_tokens: of all requests.
+      computed_tokens: run through the model, recomputation after preemption included, shared prefixes once.
+      seconds: from the first submission to the last step, compilation left out.
+      tokens_per_second: generated_tokens / seconds.
+      ttft_seconds: time to first token, from submission, over requests that got one.
+      tpot_seconds: time per output token after the first, over requests with at least two.
+      compile_seconds: spent compiling.
+      steps, bursts: device calls that ran the model: mixed steps and bursts.
+      num_pages, page_size: of the pool.  For a contiguous cache a page is one row's whole span.
+      peak_pages: pages mapped after the step where they were most.
+      kv_bytes_used: bytes of the most distinct committed tokens held at once.
+      kv_bytes_reserved: bytes of `peak_pages` pages.
+      kv_bytes_pool: bytes of the whole pool.
+      fragmentation: 1 − distinct tokens held / token places in mapped pages, both summed over all steps.
+      preemptions: times a request lost its row to older ones.
+      prefixes_dropped: times a shared prefix did.
+      copies_on_write: pages copied because they were shared.
+    """
+
+    requests: int
+    finished: dict[str, int]
+    prompt_tokens: int
+    generated_tokens: int
+    computed_tokens: int
+    seconds: float
+    tokens_per_second: float
+    ttft_seconds: Distribution
+    tpot_seconds: Distribution
+    compile_seconds: float
+    steps: int
+    bursts: int
+    num_pages: int
+    page_size: int
+    peak_pages: int
+    kv_bytes_used: int
+    kv_bytes_reserved: int
+    kv_bytes_pool: int
+    fragmentation: float
+    preemptions: int
+    prefixes_dropped: int
+    copies_on_write: int
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(slots=True)
+class RequestTimes:
+    """When one request came, got its first and its last token; seconds."""
+
+    submitted: float
+    first: float | None = None
+    last: float | None = None
+    tokens: int = 0
+
+
+class Recorder:
+    """Collects what `Metrics` sums up.  All times are given by the caller."""
+
+    def __init__(self, *, num_pages: int, page_size: int, bytes_per_token: int):
+        self._num_pages = num_pages
+        self._page_size = page_size
+        self._bytes_per_token = bytes_per_token
+        self._times: dict[int, RequestTimes] = {}
+        self._finished: dict[str, int] = {}
+        self._end = 0.0
+        self._peak_pages = self._peak_tokens = 0
+        self._useful = self._mapped = 0
+        self.prompt_tokens = self.computed_tokens = 0
+        self.steps = self.bursts = self.preemptions = self.prefixes_dropped = self.copies_on_write = 0
+
+    def submitted(self, request: int, prompt_tokens: int, now: float) -> None:
+        self._times[request] = RequestTimes(now)
+        self.prompt_tokens += prompt_tokens
+
+    def generated(self, request: int, tokens: int, now: float) -> None:
+        times = self._times[request]
+        if tokens and times.first is None:
+            times.first = now
+        times.last = now
+        times.tokens += tokens
+
+    def finished(self, reason: str) -> None:
+        self._finished[reason] = self._finished.get(reason, 0) + 1
+
+    def stepped(self, *, mapped_pages: int, useful_tokens: int, now: float) -> None:
+        """After a step: pages mapped, and distinct tokens that the cache holds in them."""
+        self._peak_pages = max(self._peak_pages, mapped_pages)
+        self._peak_tokens = max(self._peak_tokens, useful_tokens)
+        self._mapped += mapped_pages * self._page_size
+        self._useful += useful_tokens
+        self._end = now
+
+    def summary(self, *, compile_seconds: float) -> Metrics:
+        times = list(self._times.values())
+        generated = sum(one.tokens for one in times)
+        seconds = max(0.0, self._end - min((one.submitted for one in times), default=self._end))
+        page_bytes = self._page_size * self._bytes_per_token
+        return Metrics(
+            requests=len(times),
+            finished=dict(self._finished),
+            prompt_tokens=self.prompt_tokens,
+            generated_tokens=generated,
+            computed_tokens=self.computed_tokens,
+            seconds=seconds,
+            tokens_per_second=generated / seconds if seconds else float("nan"),
+            ttft_seconds=Distribution.of([one.first - one.submitted for one in times if one.first is not None]),
+            tpot_seconds=Distribution.of([_per_token(one) for one in times if one.tokens > 1]),
+            compile_seconds=compile_seconds,
+            steps=self.steps,
+            bursts=self.bursts,
+            num_pages=self._num_pages,
+            page_size=self._page_size,
+            peak_pages=self._peak_pages,
+            kv_bytes_used=self._peak_tokens * self._bytes_per_token,
+            kv_bytes_reserved=self._peak_pages * page_bytes,
+            kv_bytes_pool=self._num_pages * page_bytes,
+            fragmentation=1 - self._useful / self._mapped if self._mapped else 0.0,
+            preemptions=self.preemptions,
+            prefixes_dropped=self.prefixes_dropped,
+            copies_on_write=self.copies_on_write,
+        )
+
+
+def _per_token(times: RequestTimes) -> float:
+    assert times.first is not None and times.last is not None
+    return (times.last - times.first) / (times.tokens - 1)

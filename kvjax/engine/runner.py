@@ -1,0 +1,97 @@
+"""The device side of the engine: the cache, and the calls that change it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Ordered
+from typing import Any
+
+import jax
+import numpy as np
+
+from kvjax.engine.backing import Backing
+from kvjax.engine.batch import make_decode, make_feed, make_slots
+from kvjax.engine.executables import Executables, power_of_two
+from kvjax.engine.scheduler import Share
+from kvjax.engine.sequence import Generation, Sequence, pages_for
+from kvjax.engine.steps import Report
+from kvjax.models.protocol import Model
+from kvjax.pages.status import raise_for_status
+
+
+class Runner:
+    """Owns the cache of `rows` rows and runs steps on it.
+
+    Attributes:
+      cache: the cache; replaced by every call, the old one is donated.
+      free: pages that can be taken now.
+      executables: the compiled steps.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        backing: Backing,
+        *,
+        rows: int,
+        max_seqs: int,
+        burst: int,
+        smallest_bucket: int,
+        clock: Callable[[], float],
+    ):
+        self._page_size = backing.page_size
+        self._rows = rows
+        self._max_seqs = max_seqs
+        self._burst = burst
+        self._smallest_bucket = smallest_bucket
+        self.executables = Executables(model, backing, burst=burst, clock=clock)
+        self.cache: Any = backing.init(model.spec, rows)
+        self.free = backing.num_pages
+
+    def mixed(self, shares: Ordered[Share], sampling: Ordered[Generation]) -> Report:
+        """One step over all shares; those in `sampling` compute their last known token and get another."""
+        bucket = self._bucket(sum(share.count for share in shares))
+        feed = make_feed(shares, rows=self._rows, bucket=bucket)
+        slots = make_slots(sampling, rows=self._rows, number=self._max_seqs)
+        self.cache, report = self.executables.mixed(self.cache, feed, slots)
+        return self._fetch(report)
+
+    def burst(self, generations: Ordered[Generation], *, yield_early: bool) -> Report:
+        """Decode steps for generations with one pending token each."""
+        # No more slots than requests can run: at most as many tokens as rows is what `attend` takes for decode.
+        number = min(self._bucket(len(generations)), self._max_seqs)
+        decode = make_decode(generations, rows=self._rows, number=number, steps=self._burst, yield_early=yield_early)
+        slots = make_slots(generations, rows=self._rows, number=number)
+        self.cache, report = self.executables.burst(self.cache, decode, slots)
+        return self._fetch(report)
+
+    def fork(self, children: Ordered[Generation]) -> None:
+        """Maps the pages of each child's prefix into its row."""
+        if not children:
+            return
+        parent = np.full(self._rows, self._rows, np.int32)
+        for child in children:
+            assert child.holder is not None
+            parent[child.row] = child.holder.row
+        self.cache, status = self.executables.fork(self.cache, parent, self._pages(children))
+        raise_for_status(status, operation="fork of a shared prefix")
+
+    def release(self, sequences: Ordered[Sequence]) -> None:
+        """Unmaps whatever the rows of these sequences hold."""
+        rows = np.zeros(self._rows, bool)
+        rows[[sequence.row for sequence in sequences if sequence.computed]] = True
+        if rows.any():
+            self.cache, status, free = self.executables.release(self.cache, rows, self._pages(sequences))
+            raise_for_status(status, operation="release")
+            self.free = int(free)
+
+    def _fetch(self, report: Report) -> Report:
+        report = jax.device_get(report)
+        self.free = int(report.free)
+        return report
+
+    def _pages(self, sequences: Ordered[Sequence]) -> int:
+        return sum(pages_for(sequence.computed, self._page_size) for sequence in sequences)
+
+    def _bucket(self, number: int) -> int:
+        return power_of_two(max(number, self._smallest_bucket))
