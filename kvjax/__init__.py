@@ -1,24 +1,54 @@
-"""kvjax: the KV cache for JAX, on TPU and GPU."""
+"""kvjax: the KV cache for JAX, on TPU and GPU.
 
-from kvjax.cache import attend, commit, release, reserve, write
+Page tables and refcounts are immutable state, updated by jitted transitions; see `kvjax.cache` for the calls that model
+code makes, `kvjax.pages` for ownership alone, and `kvjax.models` and `kvjax.engine` for consumers.
+"""
+
+from kvjax.cache import (
+    KVCache,
+    adopt,
+    advance,
+    attend,
+    commit,
+    fork,
+    init,
+    pin,
+    release,
+    reorder,
+    reserve,
+    truncate,
+    unpin,
+    write,
+)
 from kvjax.contiguous import ContiguousCache, init_contiguous
 from kvjax.grant import Grant
-from kvjax.pages import PageTableError, Status, raise_for_status
+from kvjax.pages import Fault, PageTableError, Status, check_invariants, raise_for_status
 from kvjax.spec import CacheSpec, GroupSpec, TensorSpec
 
 __all__ = [
     "CacheSpec",
     "ContiguousCache",
+    "Fault",
     "Grant",
     "GroupSpec",
+    "KVCache",
     "PageTableError",
     "Status",
     "TensorSpec",
+    "adopt",
+    "advance",
     "attend",
+    "check_invariants",
     "commit",
+    "fork",
+    "init",
     "init_contiguous",
+    "pin",
     "raise_for_status",
     "release",
+    "reorder",
     "reserve",
+    "truncate",
+    "unpin",
     "write",
 ]

@@ -138,9 +138,15 @@ def _(cache: ContiguousCache, tokens: Int32[Array, " rows"]) -> ContiguousCache:
 
 @paged.release.register
 def _(
-    cache: ContiguousCache, rows: Bool[Array, " rows"], *, max_pages: int | None = None
+    cache: ContiguousCache, rows: Bool[Array, " rows"], *, max_pages: int
 ) -> tuple[ContiguousCache, Int32[Array, " rows"]]:
     del max_pages  # Nothing is unmapped.
     status = jnp.where(rows & (cache.reserved == 0), Status.EMPTY, Status.OK).astype(jnp.int32)
     keep = ~rows
     return replace(cache, length=cache.length * keep, reserved=cache.reserved * keep), status
+
+
+@paged.advance.register
+def _(cache: ContiguousCache, completed: Int32[Array, ""] | None = None) -> ContiguousCache:
+    del completed  # Nothing waits to be freed.
+    return cache

@@ -64,7 +64,7 @@ def tiled_attention(
         base = jnp.where(jnp.isneginf(new_highest), 0, new_highest)
         weight = jnp.exp(logits - base[..., None])
         decay = jnp.exp(highest - base)
-        v = jnp.where((position < tiles.context[:, None])[:, None, :, None], v, 0)
+        v = written_values(v, position, tiles.context)
         out = out * decay[..., None] + _product("nkqb,nkbd->nkqd", weight.astype(v.dtype), v)
         return new_highest, total * decay + weight.sum(-1), out
 
@@ -77,10 +77,14 @@ def tiled_attention(
     return tiles.join(out.reshape(number, size, q_heads, value_dim).astype(q.dtype))
 
 
+def written_values(
+    v: Float[Array, "tiles kv_heads block value_dim"],
+    position: Int32[Array, " block"],
+    context: Int32[Array, " tiles"],
+) -> Float[Array, "tiles kv_heads block value_dim"]:
+    """Values with zeros past the context: a weight of zero does not undo a NaN."""
+    return jnp.where((position < context[:, None])[:, None, :, None], v, 0)
+
+
 def _product(equation: str, left: Array, right: Array) -> Array:
     return jnp.einsum(equation, left, right, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
-
-
-def block_pages(page_size: int, *, target: int = 128) -> int:
-    """Pages a block of keys: about `target` positions, at least one page."""
-    return max(1, target // page_size)

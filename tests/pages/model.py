@@ -1,4 +1,4 @@
-"""A plain Python model of the page table: one row at a time, Python objects for pages, the tokens themselves as content.
+"""A plain Python model of the page table: one row at a time, Python objects for pages, tokens themselves as content.
 
 It follows the contract's words, not the implementation: a page is an object with a set of holders, a row is a list of
 pages and a list of tokens, and every operation is a loop.  `Harness` drives it and the real table side by side, keeps a
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import jax

@@ -1,0 +1,66 @@
+"""The arrays that hold cached bytes, and the three things done to them: append, copy pages, gather.
+
+A pool is `[layers · pages, heads, page_size, lanes]`, flat over layers so that a layer is an offset that may be traced:
+`[layers, pages, …]` indexed by a traced layer inside `lax.scan` is copied whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Int32, Shaped
+
+from kvjax.layout import PoolLayout
+from kvjax.packing import pack_rows
+
+Pool = Shaped[Array, "layer_pages heads page_size lanes"]
+
+
+def append_tokens(
+    pool: Pool,
+    layout: PoolLayout,
+    page: Int32[Array, " packed"],
+    offset: Int32[Array, " packed"],
+    tensors: Mapping[str, Shaped[Array, "packed heads width"]],
+) -> Pool:
+    """Writes one token each into slot `offset` of page `page` (layer offset included); pages out of range are dropped.
+
+    In place when the pool is donated.  Writes packed · heads · lanes elements and reads none.
+    """
+    rows = [tensors[name].astype(pool.dtype) for name, _, _ in layout.slices]
+    padding = layout.lanes - layout.slices[-1][2]
+    if padding:
+        rows.append(jnp.zeros((*rows[0].shape[:-1], padding), pool.dtype))
+    return pool.at[page, :, offset].set(jnp.concatenate(rows, axis=-1), mode="drop")
+
+
+def copy_pages(pool: Pool, num_pages: int, source: Int32[Array, " rows"], target: Int32[Array, " rows"]) -> Pool:
+    """Copies whole pages, in all layers, from `source` to `target`; `num_pages` in either means none.
+
+    No page is both a source and a target, and no target stands twice.  A loop over the copies there are: nothing is
+    moved when nothing is shared.  In place when the pool is donated; temporaries are one page of all layers.
+    """
+    wanted = (source < num_pages) & (target < num_pages)
+    place, _ = pack_rows(wanted.astype(jnp.int32), source.shape[0])
+    layers = pool.reshape(-1, num_pages, *pool.shape[1:])
+    page_shape = (layers.shape[0], 1, *layers.shape[2:])
+
+    def copy_one(index: Int32[Array, ""], layers: Array) -> Array:
+        row = place[index]
+        page = lax.dynamic_slice(layers, (0, source[row], 0, 0, 0), page_shape)
+        return lax.dynamic_update_slice(layers, page, (0, target[row], 0, 0, 0))
+
+    copies = jnp.sum(wanted, dtype=jnp.int32)
+    return lax.fori_loop(0, copies, copy_one, layers).reshape(pool.shape)
+
+
+def gather_pages(pool: Pool, pages: Int32[Array, "tiles count"]) -> Shaped[Array, "tiles heads positions lanes"]:
+    """The given pages (layer offset included) of each tile, joined along positions.
+
+    Ids out of range are clipped: what they bring stands for positions that the caller masks.
+    """
+    got = pool.at[pages].get(mode="clip")
+    tiles, count, heads, page_size, lanes = got.shape
+    return got.transpose(0, 2, 1, 3, 4).reshape(tiles, heads, count * page_size, lanes)

@@ -1,0 +1,276 @@
+"""Bytes follow ownership: what attention returns is what a float64 softmax over each row's own tokens returns."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import CacheSpec, GroupSpec, Status, TensorSpec
+
+ROWS, LAYERS, KV_HEADS, Q_HEADS, DIM, TOKENS = 4, 2, 2, 6, 8, 16
+
+jitted = {
+    "reserve": jax.jit(kvjax.reserve, static_argnames="max_tokens", donate_argnums=0),
+    "write": jax.jit(kvjax.write, donate_argnums=0),
+    "attend": jax.jit(kvjax.attend),
+    "commit": jax.jit(kvjax.commit, donate_argnums=0),
+    "advance": jax.jit(kvjax.advance, donate_argnums=0),
+    **{
+        name: jax.jit(getattr(kvjax, name), static_argnames="max_pages", donate_argnums=0)
+        for name in ("release", "fork", "reorder", "truncate", "adopt")
+    },
+}
+
+
+def vectors(seed: int, heads: int) -> np.ndarray:
+    """A random vector for each (layer, token id, head): K, V or Q of a token depends on the token alone."""
+    return np.random.default_rng(seed).normal(size=(LAYERS, 4096, heads, DIM)).astype(np.float32)
+
+
+K, V, Q = vectors(1, KV_HEADS), vectors(2, KV_HEADS), vectors(3, Q_HEADS)
+
+
+def expected_attention(layer: int, tokens: list[int], query: int) -> np.ndarray:
+    k, v = (array[layer, tokens].astype(np.float64) for array in (K, V))
+    q = Q[layer, query].astype(np.float64).reshape(KV_HEADS, Q_HEADS // KV_HEADS, DIM)
+    logits = np.einsum("hgd,nhd->hgn", q, k) * DIM**-0.5
+    weight = np.exp(logits - logits.max(-1, keepdims=True))
+    weight /= weight.sum(-1, keepdims=True)
+    return np.einsum("hgn,nhd->hgd", weight, v).reshape(Q_HEADS, DIM)
+
+
+def poison(cache: kvjax.KVCache) -> kvjax.KVCache:
+    """NaN in every slot that is no committed position of a row."""
+    group = jax.tree.map(np.asarray, cache.table.groups[0])
+    live = np.zeros((group.num_pages, group.page_size), bool)
+    for row, length in enumerate(np.asarray(cache.table.length)):
+        for position in range(length):
+            live[group.pages[row, position // group.page_size], position % group.page_size] = True
+    mask = jnp.asarray(np.tile(live, (LAYERS, 1)))[:, None, :, None]
+    return replace(cache, pools=jax.tree.map(lambda pool: jnp.where(mask, pool, jnp.nan), cache.pools))
+
+
+class Driver:
+    """Random calls on a cache, next to a list of token ids for each row."""
+
+    def __init__(self, cache: kvjax.KVCache, seed: int) -> None:
+        self.cache, self.random = cache, np.random.default_rng(seed)
+        self.tokens: list[list[int]] = [[] for _ in range(ROWS)]
+        self.next, self.checked, self.copies = 0, 0, 0
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            self.decode()
+            name = self.random.choice(["fork", "reorder", "truncate", "release", "adopt", "none"])
+            if name != "none":
+                getattr(self, name)()
+            self.cache = jitted["advance"](self.cache)
+            assert kvjax.check_invariants(self.cache.table) == []
+            assert np.asarray(self.cache.table.length).tolist() == [len(tokens) for tokens in self.tokens]
+
+    def decode(self) -> None:
+        wanted = self.random.integers(0, 7, ROWS) if self.random.random() < 0.5 else np.ones(ROWS, int)
+        bound = TOKENS if wanted.max() > 1 else ROWS
+        self.cache, grant = jitted["reserve"](poison(self.cache), jnp.asarray(wanted, jnp.int32), max_tokens=bound)
+        grant = jax.tree.map(np.asarray, grant)
+        self.copies += int(grant.copies)
+        packed = np.zeros(bound, int)
+        drafts = [tokens.copy() for tokens in self.tokens]
+        for index, row in enumerate(grant.row):
+            if row < ROWS:
+                assert grant.position[index] == len(drafts[row])
+                packed[index] = self.next = (self.next + 1) % 4096
+                drafts[row].append(packed[index])
+        for layer in range(LAYERS):
+            self.cache = jitted["write"](self.cache, jnp.int32(layer), grant, k=K[layer, packed], v=V[layer, packed])
+            out = np.asarray(jitted["attend"](self.cache, jnp.int32(layer), grant, Q[layer, packed]))
+            for index, row in enumerate(grant.row):
+                if row == ROWS:
+                    assert (out[index] == 0).all()
+                    continue
+                seen = drafts[row][: grant.position[index] + 1]
+                np.testing.assert_allclose(out[index], expected_attention(layer, seen, packed[index]), atol=2e-5)
+                self.checked += 1
+        accepted = np.array([self.random.integers(0, n + 1) if self.random.random() < 0.2 else n for n in grant.tokens])
+        self.cache = jitted["commit"](self.cache, jnp.asarray(accepted, jnp.int32))
+        self.tokens = [draft[: len(old) + n] for draft, old, n in zip(drafts, self.tokens, accepted, strict=True)]
+
+    def fork(self) -> None:
+        parent = self.random.integers(0, ROWS + 1, ROWS)
+        self.cache, status = jitted["fork"](self.cache, jnp.asarray(parent, jnp.int32), max_pages=64)
+        before = list(self.tokens)
+        for row, code in enumerate(np.asarray(status)):
+            if code == Status.OK and parent[row] < ROWS:
+                self.tokens[row] = before[parent[row]].copy()
+
+    def reorder(self) -> None:
+        parent = self.random.integers(0, ROWS, ROWS)
+        self.cache, status = jitted["reorder"](self.cache, jnp.asarray(parent, jnp.int32), max_pages=64)
+        before = list(self.tokens)
+        for row, code in enumerate(np.asarray(status)):
+            if code == Status.OK and parent[row] != row:
+                self.tokens[row] = before[parent[row]].copy()
+
+    def truncate(self) -> None:
+        length = np.array([self.random.integers(len(tokens) // 2, len(tokens) + 1) for tokens in self.tokens])
+        self.cache, status = jitted["truncate"](self.cache, jnp.asarray(length, jnp.int32), max_pages=64)
+        assert (np.asarray(status) == Status.OK).all()
+        self.tokens = [tokens[:n] for tokens, n in zip(self.tokens, length, strict=True)]
+
+    def release(self) -> None:
+        rows = self.random.random(ROWS) < 0.4
+        self.cache, _ = jitted["release"](self.cache, jnp.asarray(rows), max_pages=64)
+        self.tokens = [[] if gone else tokens for tokens, gone in zip(self.tokens, rows, strict=True)]
+
+    def adopt(self) -> None:
+        donor, (group,) = int(self.random.integers(ROWS)), self.cache.table.groups
+        taken = np.zeros(ROWS, int)
+        if self.tokens[donor]:
+            taken[self.random.integers(ROWS)] = self.random.integers(1, len(self.tokens[donor]) + 1)
+        ids = jnp.broadcast_to(group.pages[donor], group.pages.shape)
+        self.cache, status = jitted["adopt"](self.cache, (ids,), jnp.asarray(taken, jnp.int32), max_pages=64)
+        for row, code in enumerate(np.asarray(status)):
+            if code == Status.OK and taken[row]:
+                self.tokens[row] = self.tokens[donor][: taken[row]]
+
+
+def make_cache(page_size: int, num_pages: int) -> kvjax.KVCache:
+    spec = CacheSpec.uniform(layers=LAYERS, kv_heads=KV_HEADS, head_dim=DIM, dtype="float32")
+    return kvjax.init(spec, rows=ROWS, num_pages=num_pages, page_size=page_size, max_context=64)
+
+
+@pytest.mark.parametrize(("page_size", "num_pages"), [(1, 60), (3, 24), (16, 9)])
+def test_attention_sees_each_rows_own_tokens(page_size, num_pages):
+    driver = Driver(make_cache(page_size, num_pages), seed=page_size)
+    driver.run(40)
+    assert driver.checked > 300 and (page_size == 1 or driver.copies > 3)
+
+
+def test_a_skipped_copy_is_caught(monkeypatch):
+    """The broken twin of copy-on-write: the new table becomes visible and nothing is copied."""
+    monkeypatch.setattr("kvjax.cache.copy_pages", lambda pool, num_pages, source, target: pool)
+    monkeypatch.setitem(
+        jitted, "reserve", jax.jit(lambda *a, **k: kvjax.reserve(*a, **k), static_argnames="max_tokens")
+    )
+    with pytest.raises(AssertionError):
+        Driver(make_cache(3, 24), seed=3).run(40)
+
+
+def test_a_dropped_value_mask_is_caught(monkeypatch):
+    """The broken twin of the value mask: 0 × NaN from a slot past the context."""
+    monkeypatch.setattr("kvjax.attention.xla.written_values", lambda v, position, context: v)
+    monkeypatch.setitem(jitted, "attend", jax.jit(lambda *a: kvjax.attend(*a)))
+    with pytest.raises(AssertionError):
+        Driver(make_cache(3, 24), seed=3).run(10)
+
+
+def test_every_tensor_of_every_group_is_copied():
+    """A shared tail is copied with its side tensors, in all layers, in groups of different page sizes."""
+    spec = CacheSpec(
+        (
+            GroupSpec("attention", (0, 2), (TensorSpec("k", 2, 4, "float32"), TensorSpec("v", 2, 6, "float32"))),
+            GroupSpec("indexed", (1,), (TensorSpec("c", 1, 8, "float32"), TensorSpec("scale", 1, 1, "float16"))),
+        )
+    )
+    cache = kvjax.init(spec, rows=2, num_pages=(8, 12), page_size=(4, 3), max_context=12)
+    assert [sorted(pools) for pools in cache.pools] == [["kv"], ["c", "scale"]]
+    random = np.random.default_rng(0)
+
+    def step(cache, tokens, marks):
+        cache, grant = kvjax.reserve(cache, jnp.asarray(tokens, jnp.int32), max_tokens=8)
+        for layer in range(3):
+            names = {t.name: t for t in spec.groups[spec.locate(layer)[0]].tensors}
+            values = {n: random.normal(size=(8, t.heads, t.width)).astype(t.dtype) for n, t in names.items()}
+            marks.append((layer, np.asarray(grant.row), np.asarray(grant.position), values))
+            cache = kvjax.write(cache, layer, grant, **values)
+        return kvjax.commit(cache, grant.tokens), grant
+
+    marks: list = []
+    cache, _ = step(cache, [5, 0], marks)
+    cache, status = kvjax.fork(cache, jnp.array([2, 0], jnp.int32), max_pages=8)
+    assert np.asarray(status).tolist() == [0, 0]
+    cache, grant = step(cache, [0, 2], child := [])
+    assert int(grant.copies) == 2 and kvjax.check_invariants(cache.table) == []
+    for row, history in ((0, marks), (1, marks + child)):
+        for layer, rows, positions, values in history:
+            index, within = spec.locate(layer)
+            group = cache.table.groups[index]
+            for place in np.flatnonzero((rows == row) | (rows == 0)):
+                page = int(group.pages[row, positions[place] // group.page_size]) + within * group.num_pages
+                for pool in cache.layouts[index].pools:
+                    slot = np.asarray(cache.pools[index][pool.name])[page, :, positions[place] % group.page_size]
+                    for name, start, end in pool.slices:
+                        np.testing.assert_array_equal(slot[:, start:end], values[name][place])
+
+
+def test_a_scan_over_layers_and_steps_equals_single_calls():
+    """A traced layer, and a whole multi-step loop with allocation inside, give what separate calls give."""
+    cache = make_cache(3, 24)
+    queries = jnp.asarray(Q[:, :ROWS])
+
+    def step(cache, token):
+        cache, grant = kvjax.reserve(cache, jnp.ones(ROWS, jnp.int32), max_tokens=ROWS)
+
+        def layer(cache, index):
+            k, v = (jnp.asarray(array)[index, token] for array in (K, V))
+            cache = kvjax.write(cache, index, grant, k=k, v=v)
+            return cache, kvjax.attend(cache, index, grant, queries[index])
+
+        cache, out = jax.lax.scan(layer, cache, jnp.arange(LAYERS))
+        return kvjax.commit(cache, grant.tokens), out
+
+    tokens = jnp.asarray(np.random.default_rng(5).integers(0, 4096, (7, ROWS)))
+    looped, outs = jax.jit(lambda cache: jax.lax.scan(step, cache, tokens))(cache)
+    for token, out in zip(tokens, outs, strict=True):
+        cache, single = step(cache, token)
+        np.testing.assert_allclose(out, single, atol=1e-5)
+    chex.assert_trees_all_equal(cache.table, looped.table)
+
+
+def test_bad_arguments_name_the_value_and_the_repair():
+    cache = make_cache(4, 8)
+    spec = cache.spec
+    _, grant = kvjax.reserve(cache, jnp.ones(ROWS, jnp.int32), max_tokens=ROWS)
+    k = jnp.zeros((ROWS, KV_HEADS, DIM))
+    cases = [
+        (lambda: kvjax.init(spec, rows=0, num_pages=8, max_context=8), "rows=0"),
+        (lambda: kvjax.init(spec, rows=1, num_pages=0, max_context=8), "num_pages=0"),
+        (lambda: kvjax.init(spec, rows=1, num_pages=8, page_size=0, max_context=8), "page_size=\\(0,\\)"),
+        (lambda: kvjax.init(spec, rows=1, num_pages=8, max_context=0), "max_context=0"),
+        (lambda: kvjax.init(spec, rows=1, num_pages=8, max_context=8, max_epochs=3), "power of two"),
+        (lambda: kvjax.init(spec, rows=1, num_pages=(8, 8), max_context=8), "one for each of 1 groups"),
+        (lambda: kvjax.init(spec, rows=1, num_pages=2**30, max_context=8), "2\\*\\*30"),
+        (lambda: kvjax.write(cache, 0, grant, k=k), "takes tensors"),
+        (lambda: kvjax.write(cache, 0, grant, k=k, v=k[..., :3]), "takes tensors"),
+        (lambda: kvjax.write(cache, 7, grant, k=k, v=k), "layer=7"),
+        (lambda: kvjax.write(cache, ("window", 0), grant, k=k, v=k), "no group"),
+        (lambda: kvjax.attend(cache, 0, grant, jnp.zeros((ROWS, 3, DIM))), "multiple of"),
+        (lambda: kvjax.attend(cache, 0, grant, jnp.zeros((ROWS, 2, DIM + 1))), "head dimension"),
+        (lambda: kvjax.reserve(cache, jnp.ones(ROWS, jnp.int32), max_tokens=0), "max_tokens=0"),
+    ]
+    for call, message in cases:
+        with pytest.raises(ValueError, match=message):
+            call()
+    with pytest.raises(NotImplementedError, match="window"):
+        kvjax.init(CacheSpec.uniform(layers=1, kv_heads=1, head_dim=4, window=8), rows=1, num_pages=8, max_context=8)
+
+
+def test_an_overcommit_changes_nothing_and_leaves_a_fault():
+    cache = make_cache(4, 8)
+    cache, _ = kvjax.reserve(cache, jnp.array([2, 0, 0, 0], jnp.int32), max_tokens=4)
+    cache = kvjax.commit(cache, jnp.array([3, 0, 0, 0], jnp.int32))
+    assert np.asarray(cache.table.length).tolist() == [0] * ROWS
+    assert kvjax.Fault(int(cache.table.faults)) == kvjax.Fault.COMMIT_REFUSED
+
+
+def test_refusals_raise_on_the_host_with_a_repair():
+    cache = make_cache(4, 2)
+    _, grant = kvjax.reserve(cache, jnp.array([4, 4, 4, 0], jnp.int32), max_tokens=16)
+    with pytest.raises(kvjax.PageTableError, match=r"row 2: OUT_OF_PAGES.*more pages"):
+        kvjax.raise_for_status(grant.status, operation="reserve")
