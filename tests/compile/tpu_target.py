@@ -1,7 +1,8 @@
 """Compiles functions for TPUs that this machine does not have, by the compiler inside libtpu.
 
-Needs libtpu on the import path (`make aot-tpu` installs it into .compilers/tpu), and a process of its own: libtpu and
-the CUDA plugin do not share one. Import this module before any JAX backend is used.
+Needs libtpu on the import path (`pip install --target DIR --no-deps libtpu==…`, the version that jax's `tpu` extra
+names), and a process of its own: libtpu and the CUDA plugin do not share one. Import this module before any JAX backend
+is used.
 """
 
 import os
@@ -15,11 +16,12 @@ os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
 os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
 os.environ.setdefault("TPU_WORKER_ID", "0")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, SingleDeviceSharding
+
+jax.config.update("jax_platforms", "cpu")  # or JAX would look for a TPU here, now that it finds libtpu
 
 # The smallest topology of each chip that libtpu describes.
 TOPOLOGIES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
@@ -33,17 +35,14 @@ def device(target: str) -> jax.Device:
     return topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[target]).devices[0]
 
 
-def compile_for(
-    target: str, function: Callable, *shapes: Any, donate: tuple[int, ...] = (), options: dict[str, Any] | None = None
-) -> jax.stages.Compiled:
+def compile_for(target: str, function: Callable, *shapes: Any, donate: tuple[int, ...] = ()) -> jax.stages.Compiled:
     """Compiles `function(*shapes)` for one device of a TPU; nothing can be run, everything can be asked.
 
     Args:
       target: a key of TOPOLOGIES.
       function: traced as `jax.jit` would; bind static arguments with functools.partial. It may be jitted already.
-      shapes: pytrees of `jax.ShapeDtypeStruct` (arrays would pull the CPU backend in).
+      shapes: pytrees of `jax.ShapeDtypeStruct`, or of anything else with a shape and a dtype.
       donate: positions of the donated arguments.
-      options: compiler options, as `jax.stages.Lowered.compile` takes them.
 
     Returns the compiled program: `memory_analysis()` tells aliased and temporary bytes, `as_text()` the optimised HLO.
     Raises jax.errors.JaxRuntimeError where the compiler refuses (memory overflow, an unsupported layout).
@@ -55,4 +54,4 @@ def compile_for(
     mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=kind)
     with jax.sharding.use_abstract_mesh(mesh):
         traced = jax.jit(function, donate_argnums=donate).trace(*placed)
-        return traced.lower(lowering_platforms=("tpu",)).compile(options)
+        return traced.lower(lowering_platforms=("tpu",)).compile()
