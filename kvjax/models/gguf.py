@@ -1,0 +1,153 @@
+"""Loads a llama-architecture model from one GGUF file, dequantised."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from os import PathLike
+from typing import Any
+
+import numpy as np
+
+from kvjax.models.config import LlamaConfig
+from kvjax.models.errors import ModelError
+from kvjax.models.gguf_file import GGUFFile, open_gguf
+from kvjax.models.gguf_tokenizer import tokenizer_from_gguf
+from kvjax.models.llama import LlamaModel
+from kvjax.models.loading import LoadedModel
+from kvjax.models.rope import Rope, rope_from_config
+from kvjax.models.weights import load_parameters
+
+WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+"""GGUF's module names → Hugging Face's."""
+ROPE_FACTORS = "rope_freqs.weight"
+
+
+def load_gguf(path: str | PathLike[str], dtype: str = "float32") -> LoadedModel:
+    """Loads a GGUF file of architecture llama: weights as `dtype`, and the tokenizer.
+
+    Raises:
+      ModelError: the file is damaged, or says something that this loader does not know.
+    """
+    file = open_gguf(path)
+    config = config_from_gguf(file)
+    tokenizer = tokenizer_from_gguf(file.path, file.metadata)
+    ends = (file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot"))
+    return LoadedModel(
+        model=LlamaModel(config, dtype, load_parameters(config, dtype, GGUFCheckpoint(file, config))),
+        tokenizer=tokenizer,
+        name=file.metadata.get("general.name", file.path.stem),
+        eos=tuple(dict.fromkeys(end for end in ends if end is not None)),
+    )
+
+
+class GGUFCheckpoint:
+    """A GGUF file's tensors under Hugging Face's names and in its order of rows."""
+
+    def __init__(self, file: GGUFFile, config: LlamaConfig) -> None:
+        self.path = file.path
+        self._file, self._config = file, config
+        self._names = {huggingface_name(name): name for name in file.tensors if name != ROPE_FACTORS}
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: self._file.tensors[own].shape for name, own in self._names.items()}
+
+    def read(self, name: str) -> np.ndarray:
+        tensor = self._file.read(self._names[name])
+        if ".q_proj." in name:
+            return unpermute(tensor, self._config.heads)
+        return unpermute(tensor, self._config.kv_heads) if ".k_proj." in name else tensor
+
+
+def unpermute(rows: np.ndarray, heads: int) -> np.ndarray:
+    """Rows of a Q or K projection from GGUF's order to Hugging Face's.
+
+    llama.cpp rotates neighbouring lanes (2i, 2i + 1), Hugging Face lanes (i, i + head_dim/2); its converter reorders
+    the rows of each head accordingly (`LlamaModel.permute` in `convert_hf_to_gguf.py`), and this undoes it.
+    """
+    pairs = rows.reshape(heads, -1, 2, *rows.shape[1:])
+    return pairs.swapaxes(1, 2).reshape(rows.shape)
+
+
+def huggingface_name(name: str) -> str:
+    """`blk.3.attn_q.weight` → `model.layers.3.self_attn.q_proj.weight`; unknown names stay, to be reported as such."""
+    if match := re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name):
+        layer, module, ending = match.groups()
+        return f"model.layers.{layer}.{LAYER[module]}.{ending}" if module in LAYER else name
+    module, _, ending = name.partition(".")
+    return f"{WHOLE[module]}.{ending}" if module in WHOLE else name
+
+
+def config_from_gguf(file: GGUFFile) -> LlamaConfig:
+    """The model's shape from the file's metadata and the presence of optional tensors.
+
+    Raises:
+      ModelError: another architecture, a missing or wrong field, or a rope scaling other than linear and Llama 3's.
+    """
+    architecture = file.metadata.get("general.architecture")
+    if architecture != "llama":
+        raise ModelError(file.path, f"field general.architecture is {architecture!r}; only 'llama' can be read")
+
+    def number(field: str, kind: type[int] | type[float] = int, default: Any = None) -> Any:
+        value = file.metadata.get(f"llama.{field}", default)
+        if isinstance(value, bool) or not isinstance(value, kind) or value <= 0:
+            raise ModelError(file.path, f"field llama.{field} is {value!r}; it must be a positive {kind.__name__}")
+        return value
+
+    heads, width = number("attention.head_count"), number("embedding_length")
+    head_dim = number("attention.key_length", default=width // heads)
+    for field in ("attention.value_length", "rope.dimension_count"):
+        if number(field, default=head_dim) != head_dim:
+            raise ModelError(file.path, f"field llama.{field} is {number(field)}; only head_dim={head_dim} can be run")
+    if "token_embd.weight" not in file.tensors:
+        raise ModelError(file.path, "has no tensor token_embd.weight")
+    try:
+        return LlamaConfig(
+            vocabulary=file.tensors["token_embd.weight"].shape[0],
+            width=width,
+            mlp_width=number("feed_forward_length"),
+            layers=number("block_count"),
+            heads=heads,
+            kv_heads=number("attention.head_count_kv", default=heads),
+            head_dim=head_dim,
+            max_context=number("context_length"),
+            # Stored as float32; the value people wrote is its shortest decimal form.
+            norm_epsilon=float(str(np.float32(number("attention.layer_norm_rms_epsilon", float)))),
+            rope=_rope(file, head_dim, number("rope.freq_base", float, default=10_000.0)),
+            tied_embeddings="output.weight" not in file.tensors,
+            qkv_bias="blk.0.attn_q.bias" in file.tensors,
+            output_bias="blk.0.attn_output.bias" in file.tensors,
+            mlp_bias="blk.0.ffn_up.bias" in file.tensors,
+        )
+    except ModelError:
+        raise
+    except ValueError as error:
+        raise ModelError(file.path, str(error)) from error
+
+
+def _rope(file: GGUFFile, head_dim: int, theta: float) -> Rope:
+    kind = file.metadata.get("llama.rope.scaling.type", "none")
+    if kind not in ("none", "linear"):
+        raise ModelError(file.path, f"field llama.rope.scaling.type is {kind!r}; known: none, linear")
+    scaling = {"rope_type": "linear", "factor": file.metadata.get("llama.rope.scaling.factor")}
+    fields = {"rope_theta": theta, "rope_scaling": scaling if kind == "linear" else None}
+    rope = rope_from_config(fields, head_dim, max_context=1)
+    if ROPE_FACTORS not in file.tensors:
+        return rope
+    # Llama 3.1: the converter wrote by how much to divide each frequency.
+    factors = file.read(ROPE_FACTORS)
+    if factors.shape != (head_dim // 2,):
+        raise ModelError(file.path, f"tensor {ROPE_FACTORS} has shape {factors.shape}, not {(head_dim // 2,)}")
+    return Rope(tuple((np.asarray(rope.frequencies, np.float32) / factors).tolist()), rope.magnitude)

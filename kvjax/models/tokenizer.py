@@ -1,0 +1,91 @@
+"""Text to token ids and back, and chat messages to a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from jinja2 import TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from kvjax.models.errors import ModelError
+from kvjax.models.json_file import read_object
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """A tokenizer and, where the model has one, its chat template.
+
+    Attributes:
+      backend: the `tokenizers` object.
+      chat_template: Jinja source as Hugging Face models carry it; None if the model has none.
+      special: names of special tokens that the template may use (`bos_token`, `eos_token`, …).
+    """
+
+    backend: tokenizers.Tokenizer = field(repr=False)
+    chat_template: str | None = field(default=None, repr=False)
+    special: Mapping[str, str] = field(default_factory=dict)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, with the begin and end tokens that the model's tokenizer adds by itself."""
+        return self.backend.encode(text).ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of token ids, special tokens left out."""
+        return self.backend.decode(list(ids), skip_special_tokens=True)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Token ids of `[{"role": …, "content": …}, …]`, ready for the assistant's answer.
+
+        Raises:
+          ValueError: the model has no chat template, or the template refuses the messages.
+        """
+        return self.backend.encode(self.render_chat(messages), add_special_tokens=False).ids
+
+    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """The text behind `encode_chat`."""
+        if self.chat_template is None:
+            raise ValueError("this model has no chat template; give it plain text")
+
+        def refuse(message: str) -> None:
+            raise TemplateError(message)
+
+        # The template comes with the model: sandboxed, with the settings transformers renders it under.
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.globals["raise_exception"] = refuse
+        try:
+            template = environment.from_string(self.chat_template)
+            return template.render(messages=messages, add_generation_prompt=True, **self.special)
+        except TemplateError as error:
+            raise ValueError(f"the model's chat template does not take these messages: {error}") from error
+
+
+def tokenizer_from_directory(directory: Path) -> Tokenizer | None:
+    """The tokenizer of a Hugging Face directory; None if it has no `tokenizer.json`.
+
+    Raises:
+      ModelError: a tokenizer file cannot be read.
+    """
+    path = directory / "tokenizer.json"
+    if not path.exists():
+        return None
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the package raises plain Exception for every fault of the file
+        raise ModelError(path, f"is not a tokenizer ({error})") from error
+    settings_path = directory / "tokenizer_config.json"
+    settings = read_object(settings_path) if settings_path.exists() else {}
+    template = settings.get("chat_template")
+    if (directory / "chat_template.jinja").exists():
+        template = (directory / "chat_template.jinja").read_text(encoding="utf-8")
+    special = {name: _content(settings[name]) for name in ("bos_token", "eos_token", "unk_token") if settings.get(name)}
+    return Tokenizer(backend, template if isinstance(template, str) else None, special)
+
+
+def _content(token: Any) -> str:
+    return token["content"] if isinstance(token, dict) else token
