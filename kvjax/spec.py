@@ -147,18 +147,16 @@ class CacheSpec:
         if family not in FULL_ATTENTION_FAMILIES:
             known = ", ".join(FULL_ATTENTION_FAMILIES)
             raise ValueError(f"config model_type={family!r} is not supported; known: {known}")
-        window = config.get("sliding_window")
-        if window is not None and config.get("use_sliding_window", True):
-            raise ValueError(
-                f"config sliding_window={window} is not supported; set it to null if contexts stay within it"
-            )
+        _refuse_windows(config, family)
         heads = config_integer(config, "num_attention_heads")
-        kv_heads = config_integer(config, "num_key_value_heads", default=heads)
         hidden = config_integer(config, "hidden_size")
+        # Where transformers' default is one fixed number for a whole family, a missing field is a mistake.
+        shared = {"default": heads} if family == "llama" else {}
+        split = {"default": hidden // heads} if family != "qwen3" and hidden % heads == 0 else {}
         return cls.uniform(
             layers=config_integer(config, "num_hidden_layers"),
-            kv_heads=kv_heads,
-            head_dim=config_integer(config, "head_dim", default=hidden // heads),
+            kv_heads=config_integer(config, "num_key_value_heads", **shared),
+            head_dim=config_integer(config, "head_dim", **split),
             dtype=dtype,
         )
 
@@ -174,6 +172,18 @@ def config_integer(config: Mapping[str, Any], field: str, default: int | None = 
         raise ValueError(f"config has no field {field!r}; add it (a positive integer)")
     _require_positive(f"config field {field!r}", value)
     return value
+
+
+def _refuse_windows(config: Mapping[str, Any], family: str) -> None:
+    """ValueError if any layer attends to a window.  Mistral has one unless its config says null, Qwen unless told."""
+    if family == "mistral" and "sliding_window" not in config:
+        raise ValueError("config has no field 'sliding_window'; add it (null: no window)")
+    window = config.get("sliding_window")
+    if window is not None and config.get("use_sliding_window", family not in ("qwen2", "qwen3")):
+        raise ValueError(f"config sliding_window={window} is not supported; set it to null if contexts stay within it")
+    other = [kind for kind in config.get("layer_types") or () if kind != "full_attention"]
+    if other:
+        raise ValueError(f"config layer_types has {other[0]!r}; only 'full_attention' layers are supported")
 
 
 def _require_positive(name: str, value: Any) -> None:

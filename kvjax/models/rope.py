@@ -53,11 +53,7 @@ def rope_from_config(config: Mapping[str, Any], head_dim: int, max_context: int)
     """
     if head_dim % 2:
         raise ValueError(f"{head_dim=} must be even: rotary embeddings turn pairs of lanes")
-    fields = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    for outer in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings"):
-        if config.get(outer) is not None:
-            fields.setdefault(outer, config[outer])
-    fields.setdefault("original_max_position_embeddings", max_context)
+    fields = _fields(config, max_context)
     kind = fields.get("rope_type", fields.get("type", "default"))
     if kind not in VARIANTS:
         raise ValueError(
@@ -70,6 +66,17 @@ def rope_from_config(config: Mapping[str, Any], head_dim: int, max_context: int)
     lanes = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     frequencies, magnitude = VARIANTS[kind](np.float32(theta) ** lanes, fields)
     return Rope(tuple(frequencies.astype(np.float32).tolist()), magnitude)
+
+
+def _fields(config: Mapping[str, Any], max_context: int) -> dict[str, Any]:
+    """The rotary fields in one place, by the precedence of transformers' `RotaryEmbeddingConfigMixin`."""
+    fields = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(fields, Mapping) or any(isinstance(value, Mapping) for value in fields.values()):
+        raise ValueError(f"config rope_parameters={fields!r} must be one flat object, the same for every layer")
+    inner = {"rope_theta": config.get("rope_theta"), "partial_rotary_factor": config.get("partial_rotary_factor")}
+    fields = {**{name: value for name, value in inner.items() if value is not None}, **fields}
+    original = config.get("original_max_position_embeddings") or fields.get("original_max_position_embeddings")
+    return {**fields, "original_max_position_embeddings": original or max_context}
 
 
 def _default(periods: np.ndarray, fields: Mapping[str, Any]) -> tuple[np.ndarray, float]:
