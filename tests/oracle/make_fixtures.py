@@ -4,6 +4,7 @@ Runs in an environment of its own; nothing of kvjax is imported here:
 
     python3.11 -m venv /tmp/oracle && /tmp/oracle/bin/pip install torch==2.13.0 transformers accelerate gguf safetensors
     /tmp/oracle/bin/python tests/oracle/make_fixtures.py tiny
+    /tmp/oracle/bin/python tests/oracle/make_fixtures.py rope
     /tmp/oracle/bin/python tests/oracle/make_fixtures.py smollm2 PATH/TO/SmolLM2-135M-Instruct.Q4_1.gguf
 
 Float32 on the CPU, one sequence at a time, eager attention.  Greedy decoding does not stop at the end token: 64 (or 48)
@@ -22,9 +23,10 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from configs import ROPE, TINY
 from prompts import PASSAGE, PROMPTS
-from tiny_models import TINY
-from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, set_seed
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 
@@ -33,12 +35,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("tiny", help="tiny random models, their greedy tokens and logits")
+    commands.add_parser("rope", help="rotary frequencies of real models' configs")
     commands.add_parser("smollm2", help="greedy tokens and logits of SmolLM2").add_argument("gguf", type=Path)
     arguments = parser.parse_args()
     torch.set_grad_enabled(False)
     if arguments.command == "tiny":
         for name, config in TINY.items():
             make_tiny(name, config)
+    elif arguments.command == "rope":
+        make_rope()
     else:
         make_smollm2(arguments.gguf)
 
@@ -71,6 +76,23 @@ def make_smollm2(path: Path, steps: int = 64, passage_tokens: int = 512) -> None
         prompts.append({"text": text, **greedy(model, encode(text), steps)[0]})
         print(f"{len(prompts)}/{len(PROMPTS)} {tokenizer.decode(prompts[-1]['tokens'])!r}", flush=True)
     write_json(FIXTURES / "smollm2_greedy.json", prompts)
+
+
+def make_rope() -> None:
+    """rope.json: frequencies and magnitude of rotary embeddings at the sizes that real models have."""
+    cases = []
+    for name, fields in ROPE.items():
+        config = LlamaConfig(**fields)
+        rope = LlamaRotaryEmbedding(config)
+        cases.append(
+            {
+                "name": name,
+                "config": fields,
+                "frequencies": rope.inv_freq.tolist(),
+                "magnitude": float(rope.attention_scaling),
+            }
+        )
+    write_json(FIXTURES / "rope.json", cases, "cases")
 
 
 def make_tiny(name: str, config: Any, steps: int = 48) -> None:
@@ -107,10 +129,10 @@ def greedy(model: Any, prompt: list[int], steps: int) -> tuple[dict[str, Any], n
     return {"ids": prompt, "tokens": tokens, "margins": margins}, every.numpy()
 
 
-def write_json(path: Path, prompts: list[dict[str, Any]]) -> None:
-    """One prompt a line."""
-    lines = ",\n".join(json.dumps(prompt, ensure_ascii=False) for prompt in prompts)
-    path.write_text(f'{{"made": {json.dumps(provenance())},\n"prompts": [\n{lines}\n]}}\n', encoding="utf-8")
+def write_json(path: Path, items: list[dict[str, Any]], what: str = "prompts") -> None:
+    """One item a line."""
+    lines = ",\n".join(json.dumps(item, ensure_ascii=False) for item in items)
+    path.write_text(f'{{"made": {json.dumps(provenance())},\n"{what}": [\n{lines}\n]}}\n', encoding="utf-8")
 
 
 def provenance() -> dict[str, str]:

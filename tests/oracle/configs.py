@@ -1,4 +1,4 @@
-"""Configurations of the tiny random models: every family and rotary variant, small enough to commit.
+"""Configurations for the oracle: tiny random models of every family, and the rotary embeddings of real ones.
 
 `initializer_range` is wide so that greedy margins are, too.
 """
@@ -70,4 +70,39 @@ TINY = {
         tie_word_embeddings=False,
         rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0},
     ),
+}
+
+YARN = {"rope_type": "yarn", "rope_theta": 1000000.0, "factor": 4.0, "original_max_position_embeddings": 32768}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+LONG = {"hidden_size": 4096, "num_attention_heads": 32, "max_position_embeddings": 131072}
+
+ROPE = {
+    "default, head_dim 80": {
+        "hidden_size": 160,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 2048,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+    "linear": {**LONG, "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
+    "Llama 3.1": {**LONG, "rope_parameters": {**LLAMA3, "factor": 8.0}},
+    "Llama 3.2, head_dim 64": {**LONG, "head_dim": 64, "rope_parameters": {**LLAMA3, "factor": 32.0}},
+    "Qwen 2.5 with YaRN": {**LONG, "rope_parameters": YARN},
+    "YaRN, two mscales and a ramp not truncated": {
+        **LONG,
+        "rope_parameters": {
+            **YARN,
+            "beta_fast": 16,
+            "beta_slow": 2,
+            "mscale": 0.7,
+            "mscale_all_dim": 1.3,
+            "truncate": False,
+        },
+    },
+    "YaRN, attention_factor": {**LONG, "rope_parameters": {**YARN, "attention_factor": 1.25}},
 }
