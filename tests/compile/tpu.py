@@ -148,6 +148,7 @@ def passes(target: str, check: Check) -> bool:
     alias_bytes = temporary_bytes = 0
     try:
         memory = compile_for(target, check.function, *check.shapes, donate=(POOL,)).memory_analysis()
+        assert memory is not None, "the compiler tells nothing about memory"
         alias_bytes, temporary_bytes = memory.alias_size_in_bytes, memory.temp_size_in_bytes
         wrong = complaint(alias_bytes, temporary_bytes, check.shapes[POOL])
     except Exception as error:  # whatever the compiler raises is the verdict that is printed
