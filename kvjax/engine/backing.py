@@ -53,7 +53,10 @@ class Backing(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PagedBacking:
-    """A `kvjax.KVCache` whose rows may each grow to `max_context` tokens, out of one pool of pages."""
+    """A `kvjax.KVCache` whose rows may each grow to `max_context` tokens, out of one pool of pages.
+
+    A model with several groups gets a pool of this size for each.
+    """
 
     num_pages: int
     page_size: int
@@ -69,7 +72,7 @@ class PagedBacking:
         return kvjax.advance(cache)
 
     def free(self, cache: Any) -> Int32[Array, ""]:
-        return cache.table.groups[0].free
+        return jnp.min(jnp.stack([group.free for group in cache.table.groups]))
 
 
 @dataclass(frozen=True, slots=True)

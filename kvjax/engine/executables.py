@@ -14,6 +14,9 @@ from kvjax.engine.backing import Backing
 from kvjax.engine.steps import Decode, Feed, Report, Slots
 from kvjax.models.protocol import Model
 
+LEAST_BOUND = 256
+"""Pages a fork or a release may touch at least: work this small costs nothing, compiling for less would."""
+
 
 class Executables:
     """Runs the functions of `steps` on one cache.
@@ -48,12 +51,12 @@ class Executables:
 
     def release(self, cache: Any, rows: np.ndarray, pages: int) -> tuple[Any, Any, Any]:
         """`steps.release_rows` of rows that map `pages` pages in all."""
-        bound = power_of_two(pages)
+        bound = power_of_two(max(pages, LEAST_BOUND))
         return self._run("release", bound, (bound,), cache, rows)
 
     def fork(self, cache: Any, parent: np.ndarray, pages: int) -> tuple[Any, Any]:
         """`steps.fork_rows` of children that take `pages` pages in all."""
-        bound = power_of_two(pages)
+        bound = power_of_two(max(pages, LEAST_BOUND))
         return self._run("fork", bound, (bound,), cache, parent)
 
     def _run(self, name: str, bucket: int, static: tuple[int, ...], *arguments: Any) -> Any:

@@ -42,8 +42,9 @@ class PageMap:
         group = table.groups[0]
         pages, end = np.asarray(group.pages), np.asarray(group.end)
         owner = np.full(group.num_pages, FREE, np.int32)
-        for row, label in reversed(list(labels.items())):
-            owner[pages[row, : end[row]]] = self._index(label)
+        index = {row: self._index(label) for row, label in labels.items()}
+        for row in reversed(index):
+            owner[pages[row, : end[row]]] = index[row]
         self.snapshots.append(Snapshot(seconds, owner, np.asarray(group.refcount) > 1))
 
     def draw(self, path: str | Path, *, title: str = "Page map") -> None:
@@ -66,17 +67,19 @@ class PageMap:
         owner = np.stack([snapshot.owner for snapshot in self.snapshots], axis=1)
         shared = np.stack([snapshot.shared for snapshot in self.snapshots], axis=1)
         image = np.where((owner == FREE)[..., None], FREE_COLOUR, colours[np.maximum(owner, 0)])
-        times = np.array([snapshot.seconds for snapshot in self.snapshots])
-        edges = np.append(times, times[-1] + max(1e-6, np.median(np.diff(times)) if len(times) > 1 else 1.0))
+        # A step's pages are drawn from its end to the end of the next one.
+        times = np.array([snapshot.seconds - self.snapshots[0].seconds for snapshot in self.snapshots])
+        edges = np.append(times, times[-1] + (np.median(np.diff(times)) if len(times) > 1 else 1.0))
 
         figure = Figure(figsize=(12, 6.5), layout="constrained")
         axes = figure.add_subplot()
         axes.pcolormesh(edges, np.arange(len(owner) + 1), image, rasterized=True)
-        marked = np.where(shared, 0.0, np.nan)
-        axes.pcolor(edges, np.arange(len(owner) + 1), marked, hatch="//", alpha=0, rasterized=True)
+        for page, steps in enumerate(shared):
+            runs = [(edges[start], edges[end] - edges[start]) for start, end in _runs(steps)]
+            axes.broken_barh(runs, (page, 1), facecolor="none", edgecolor="white", hatch="////", linewidth=0)
         axes.set(xlabel="time (s)", ylabel="physical page", title=title)
         patches = [Patch(facecolor=tuple(colours[index]), label=label) for index, label in enumerate(self.owners)]
-        patches.append(Patch(facecolor="none", edgecolor="black", hatch="////", label="shared"))
+        patches.append(Patch(facecolor="grey", edgecolor="white", hatch="////", label="shared"))
         patches.append(Patch(facecolor=tuple(FREE_COLOUR), edgecolor="grey", label="free"))
         figure.legend(handles=patches, loc="outside right upper", fontsize="small")
         Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -86,6 +89,12 @@ class PageMap:
         if label not in self.owners:
             self.owners.append(label)
         return self.owners.index(label)
+
+
+def _runs(marks: np.ndarray) -> list[tuple[int, int]]:
+    """[start, end) of every run of true marks."""
+    change = np.flatnonzero(np.diff(np.concatenate([[False], marks, [False]]).astype(np.int8)))
+    return list(zip(change[::2].tolist(), change[1::2].tolist(), strict=True))
 
 
 FREE_COLOUR = np.array([0.96, 0.96, 0.96])

@@ -1,0 +1,1 @@
+"""What the `kvjax` program can do, a module a command."""

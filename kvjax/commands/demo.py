@@ -1,0 +1,200 @@
+"""`kvjax demo`: sixteen prompts out of a paged cache, held against a contiguous one."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jaxlib
+
+from kvjax.commands.compare import NARROW_MARGIN, Comparison, compare
+from kvjax.commands.demo_prompts import QUESTIONS, SYSTEM
+from kvjax.commands.errors import CommandError
+from kvjax.commands.options import add_cache_flags, add_model_flag, choose_backing, load_model, make_engine, one_line
+from kvjax.commands.table import metrics_table
+from kvjax.engine import Event, Metrics, PageMap, Request, Result
+
+if TYPE_CHECKING:
+    from kvjax.models import LoadedModel
+
+DESCRIPTION = """\
+Answer sixteen questions at once out of a paged KV cache, with a shared system prompt, a pool too small for all of them
+and three users who go away in the middle; then answer them again out of a contiguous cache and compare every token.
+
+Writes a picture of who owned which page when, and all figures as JSON.  The exit status is 1 if a token differs."""
+
+EXAMPLES = """\
+examples:
+  kvjax demo
+  kvjax demo --num-pages 400           room for everybody: nobody is preempted
+  kvjax demo --page-size 64 --burst 4  other pages and bursts, the same tokens
+  kvjax demo --model ./my-chat-model"""
+
+POOL_SHARE = 0.5
+"""The default pool as a part of what all requests together would fill: tight enough to see preemption."""
+
+
+def add_parser(commands: Any) -> None:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "demo",
+        help="sixteen prompts out of a paged cache, checked against a contiguous one",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run=run)
+    add_model_flag(parser)
+    parser.add_argument("--png", default="out/demo.png", metavar="FILE", help="the picture (default: %(default)s)")
+    parser.add_argument("--json", default="out/demo.json", metavar="FILE", help="the figures (default: %(default)s)")
+    add_cache_flags(parser, num_pages_default=f"default: {POOL_SHARE:.0%} of what all requests would fill")
+
+
+def run(options: argparse.Namespace) -> int:
+    loaded = load_model(options.model)
+    prompts = _tokenise(loaded)
+    page_map = PageMap() if options.cache == "paged" else None
+    served, metrics = _serve(options, loaded, prompts, cancelling=True, page_map=page_map)
+    other = "contiguous" if options.cache == "paged" else "paged"
+    alone = copy.copy(options)
+    alone.cache, alone.num_pages = other, None
+    expected, other_metrics = _serve(alone, loaded, prompts, cancelling=False, page_map=None)
+    comparison = compare(served, expected)
+
+    _print_answers(served)
+    print()
+    print(metrics_table({options.cache: metrics, other: other_metrics}))
+    print()
+    if page_map is not None:
+        _write(options.png, lambda path: page_map.draw(path, title=f"Pages of {loaded.name} over time"))
+        print(f"page map: {options.png}")
+    report = _report(loaded, served, comparison, {options.cache: metrics, other: other_metrics})
+    _write(options.json, lambda path: path.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n"))
+    print(f"figures:  {options.json}")
+    print(_verdict(comparison, options.cache, other))
+    return 0 if comparison.equal and all(result.error is None for result in served) else 1
+
+
+def _tokenise(loaded: LoadedModel) -> list[tuple[int, ...]]:
+    if loaded.tokenizer is None:
+        raise CommandError(f"--model {loaded.name}: it has no tokenizer, and the demo speaks text; see kvjax generate")
+    try:
+        return [
+            tuple(
+                loaded.tokenizer.encode_chat(
+                    [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question.text}]
+                )
+            )
+            for question in QUESTIONS
+        ]
+    except ValueError as error:
+        raise CommandError(f"--model {loaded.name}: {one_line(error)}") from error
+
+
+def _serve(
+    options: argparse.Namespace,
+    loaded: LoadedModel,
+    prompts: Sequence[tuple[int, ...]],
+    *,
+    cancelling: bool,
+    page_map: PageMap | None,
+) -> tuple[list[Result], Metrics]:
+    """Answers all questions; with `cancelling`, those whose users go away are cut short."""
+    from tqdm import tqdm
+
+    prefix = _common_prefix(prompts)
+    needs = [len(prompt) + question.max_new_tokens for prompt, question in zip(prompts, QUESTIONS, strict=True)]
+    if options.cache == "paged" and options.num_pages is None and cancelling:
+        options.num_pages = _tight_pool(options.page_size, len(prefix), needs)
+    backing = choose_backing(options, needs=[*needs, len(prefix)], max_context=loaded.model.max_context)
+    engine = make_engine(options, loaded, backing, smallest_bucket=8, page_map=page_map)
+    engine.add_prefix(prefix)
+    for prompt, question in zip(prompts, QUESTIONS, strict=True):
+        engine.submit(Request(prompt, max_new_tokens=question.max_new_tokens, eos=loaded.eos))
+
+    received = [0] * len(prompts)
+    total = sum(question.max_new_tokens for question in QUESTIONS)
+    with tqdm(total=total, desc=f"{options.cache} cache", unit="token", file=sys.stderr) as bar:
+
+        def follow(event: Event) -> None:
+            received[event.id] += len(event.tokens)
+            bar.update(len(event.tokens))
+            question = QUESTIONS[event.id]
+            if cancelling and question.cancel_after is not None and received[event.id] >= question.cancel_after:
+                engine.cancel(event.id)
+            if event.result is not None:
+                bar.total -= question.max_new_tokens - received[event.id]
+                bar.set_postfix_str(f"{len(engine.results)} of {len(prompts)} done")
+
+        results = engine.run(follow)
+    return results, engine.metrics()
+
+
+def _common_prefix(prompts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """What all prompts begin with."""
+    shortest = min(prompts, key=len)
+    differs = (place for place, token in enumerate(shortest) if any(prompt[place] != token for prompt in prompts))
+    return shortest[: next(differs, len(shortest))]
+
+
+def _tight_pool(page_size: int, prefix: int, needs: Sequence[int]) -> int:
+    shared = prefix // page_size
+    own = [-(-need // page_size) - shared for need in needs]
+    return max(shared + max(own) + 1, int(POOL_SHARE * (shared + 1 + sum(own))))
+
+
+def _print_answers(results: Sequence[Result]) -> None:
+    for question, result in zip(QUESTIONS, results, strict=True):
+        print(f"\n[{result.id}] {question.text}")
+        ending = {"cancelled": " … (cancelled)", "length": " …", "error": f" (error: {result.error})"}
+        print(f"    {one_line(result.text or '')}{ending.get(result.finish_reason, '')}")
+
+
+def _report(
+    loaded: LoadedModel, results: Sequence[Result], comparison: Comparison, runs: dict[str, Metrics]
+) -> dict[str, Any]:
+    return {
+        "model": loaded.name,
+        "command": sys.argv,
+        "versions": {"python": sys.version.split()[0], "jax": jax.__version__, "jaxlib": jaxlib.__version__},
+        "device": jax.devices()[0].device_kind,
+        "runs": {name: metrics.to_json() for name, metrics in runs.items()},
+        "comparison": {
+            "tokens_compared": comparison.compared,
+            "equal": comparison.equal,
+            "excused": comparison.excused,
+            "divergences": [
+                {"request": one.request, "step": one.step, "margin": one.margin, "excused": one.excused}
+                for one in comparison.divergences
+            ],
+        },
+        "answers": [
+            {"question": question.text, "text": result.text, "finish_reason": result.finish_reason}
+            for question, result in zip(QUESTIONS, results, strict=True)
+        ],
+    }
+
+
+def _verdict(comparison: Comparison, cache: str, other: str) -> str:
+    if comparison.equal:
+        return (
+            f"equal: all {comparison.compared} tokens of the {cache} cache are those of the {other} cache "
+            f"({comparison.excused} divergences excused by a top-two margin below {NARROW_MARGIN:g})"
+        )
+    worst = [one for one in comparison.divergences if not one.excused]
+    places = ", ".join(f"request {one.request} at token {one.step} (margin {one.margin:.3g})" for one in worst)
+    return f"DIFFERENT: the {cache} and the {other} cache part at {places}"
+
+
+def _write(name: str, write: Any) -> None:
+    path = Path(name)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(path)
+    except (OSError, RuntimeError) as error:
+        raise CommandError(f"{name}: {one_line(error)}") from error

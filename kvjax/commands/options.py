@@ -1,0 +1,152 @@
+"""Flags that commands share, and what they are turned into: a model, a cache, an engine."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from kvjax.commands.errors import CommandError
+from kvjax.engine import Backing, ContiguousBacking, Engine, PagedBacking
+
+if TYPE_CHECKING:
+    from kvjax.models import LoadedModel
+
+
+def whole_number(least: int, most: int | None = None) -> Callable[[str], int]:
+    """An argparse type: integers from `least` to `most`."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = least - 1
+        if value < least or (most is not None and value > most):
+            upper = "" if most is None else f" and at most {most}"
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}{upper}")
+        return value
+
+    return parse
+
+
+def real_number(least: float, most: float, *, open_below: bool = False) -> Callable[[str], float]:
+    """An argparse type: numbers from `least` (left out if `open_below`) to `most`."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = float("nan")
+        if not (least < value if open_below else least <= value) or not value <= most:
+            lower = f"above {least:g}" if open_below else f"at least {least:g}"
+            upper = "" if most == float("inf") else f" and at most {most:g}"
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number {lower}{upper}")
+        return value
+
+    return parse
+
+
+def add_model_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model",
+        default="smollm2",
+        metavar="smollm2|DIR|FILE.gguf",
+        help="the built-in SmolLM2-135M-Instruct, a Hugging Face directory, or a GGUF file (default: smollm2)",
+    )
+
+
+def add_cache_flags(parser: argparse.ArgumentParser, *, num_pages_default: str) -> None:
+    """Flags of the cache and of batching."""
+    group = parser.add_argument_group("cache and batching (these change speed and memory, never a token)")
+    positive = whole_number(1)
+    group.add_argument(
+        "--cache",
+        choices=("paged", "contiguous"),
+        default="paged",
+        help="pages on demand, or one fixed span a request (default: paged)",
+    )
+    group.add_argument("--num-pages", type=positive, metavar="N", help=f"pages in the pool ({num_pages_default})")
+    group.add_argument(
+        "--page-size", type=positive, default=16, metavar="P", help="token positions a page (default: %(default)s)"
+    )
+    group.add_argument(
+        "--max-seqs", type=positive, default=16, metavar="B", help="requests that run at once (default: %(default)s)"
+    )
+    group.add_argument(
+        "--chunk",
+        type=positive,
+        default=64,
+        metavar="T",
+        help="tokens of a step in which prompts are read (default: %(default)s)",
+    )
+    group.add_argument(
+        "--burst",
+        type=positive,
+        default=16,
+        metavar="N",
+        help="decode steps in one device call (default: %(default)s)",
+    )
+
+
+def load_model(name: str) -> LoadedModel:
+    """The model behind --model.
+
+    Raises:
+      CommandError: it cannot be found or read, or a package it needs is missing.
+    """
+    try:
+        from kvjax.models import ModelError, load
+    except ModuleNotFoundError as error:
+        raise CommandError(f"running models needs {error.name}: pip install 'kvjax[demo]'") from error
+    try:
+        return load(name)
+    except (ModelError, OSError) as error:
+        raise CommandError(f"--model {one_line(error)}") from error
+
+
+def choose_backing(options: argparse.Namespace, *, needs: Sequence[int], max_context: int) -> Backing:
+    """The cache that the flags ask for.
+
+    Args:
+      options: parsed `add_cache_flags`.
+      needs: the most tokens each request can come to hold.
+      max_context: of the model.
+
+    Without --num-pages a pool in which the largest `max_seqs` requests fit together, so that none is ever preempted.
+    """
+    longest = max(needs, default=1)
+    if options.cache == "contiguous":
+        if options.num_pages is not None:
+            raise CommandError("--num-pages sizes the pool of a paged cache; leave it out with --cache contiguous")
+        return ContiguousBacking(rows=options.max_seqs, max_context=min(max_context, longest))
+    together = sorted(needs, reverse=True)[: options.max_seqs]
+    enough = sum(-(-min(need, max_context) // options.page_size) for need in together)
+    return PagedBacking(options.num_pages or max(1, enough), options.page_size, max_context)
+
+
+def make_engine(options: argparse.Namespace, loaded: LoadedModel, backing: Backing, **settings: Any) -> Engine:
+    """An engine as the flags ask for.
+
+    Raises:
+      CommandError: the sizes are refused, or the memory is not there.
+    """
+    decode = None if loaded.tokenizer is None else loaded.tokenizer.decode
+    try:
+        return Engine(
+            loaded.model,
+            backing,
+            max_seqs=options.max_seqs,
+            chunk=options.chunk,
+            burst=options.burst,
+            decode=decode,
+            **settings,
+        )
+    except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
+        raise CommandError(f"the cache cannot be made: {one_line(error)}") from error
+
+
+def one_line(error: object) -> str:
+    """A message without line breaks."""
+    return " ".join(str(error).split())

@@ -1,0 +1,65 @@
+"""Prompts from the command line or a file of JSON lines; a bad line spoils nothing but itself."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvjax.commands.errors import CommandError
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt, or what is wrong with it.
+
+    Attributes:
+      source: where it came from, for messages.
+      text: the text, if it was given as text.
+      ids: the token ids, if it was given as ids.
+      problem: why it cannot be used; None if it can.
+    """
+
+    source: str
+    text: str | None = None
+    ids: tuple[int, ...] | None = None
+    problem: str | None = None
+
+
+def read_prompts(path: str) -> list[Prompt]:
+    """The prompts of a file of JSON lines, `{"prompt": TEXT}` or `{"prompt_ids": [IDS]}`; blank lines are skipped.
+
+    Raises:
+      CommandError: the file cannot be read or holds no line at all.
+    """
+    try:
+        lines = Path(path).read_bytes().split(b"\n")
+    except OSError as error:
+        raise CommandError(f"--prompts {path}: {error.strerror or error}") from error
+    prompts = [_parse(f"{path}:{number}", line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not prompts:
+        raise CommandError(f'--prompts {path}: the file is empty; write one {{"prompt": "…"}} a line')
+    return prompts
+
+
+def _parse(source: str, line: bytes) -> Prompt:
+    try:
+        entry = json.loads(line)
+    except ValueError as error:  # of JSON and of UTF-8
+        return Prompt(source, problem=f"is not JSON ({error})")
+    if not isinstance(entry, dict) or ("prompt" in entry) == ("prompt_ids" in entry):
+        return Prompt(source, problem='must be an object with either "prompt" or "prompt_ids"')
+    if "prompt" in entry:
+        return check_text(source, entry["prompt"])
+    ids = entry["prompt_ids"]
+    if not isinstance(ids, list) or not ids or not all(isinstance(one, int) and one is not True for one in ids):
+        return Prompt(source, problem='"prompt_ids" must be a list of token ids, at least one')
+    return Prompt(source, ids=tuple(ids))
+
+
+def check_text(source: str, text: Any) -> Prompt:
+    """A prompt given as text."""
+    if not isinstance(text, str) or not text:
+        return Prompt(source, problem='"prompt" must be a text, not empty')
+    return Prompt(source, text=text)
