@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from os import PathLike
 from typing import Any
@@ -18,19 +17,19 @@ from kvjax.models.loading import LoadedModel
 from kvjax.models.rope import Rope, rope_from_config
 from kvjax.models.weights import load_parameters
 
-WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+WHOLE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 LAYER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
 }
-"""GGUF's module names → Hugging Face's."""
+"""Hugging Face's module names → GGUF's."""
 ROPE_FACTORS = "rope_freqs.weight"
 
 
@@ -53,22 +52,29 @@ def load_gguf(path: str | PathLike[str], dtype: str = "float32") -> LoadedModel:
 
 
 class GGUFCheckpoint:
-    """A GGUF file's tensors under Hugging Face's names and in its order of rows."""
+    """A GGUF file's tensors, in Hugging Face's order of rows."""
 
     def __init__(self, file: GGUFFile, config: LlamaConfig) -> None:
         self.path = file.path
         self._file, self._config = file, config
-        self._names = {huggingface_name(name): name for name in file.tensors if name != ROPE_FACTORS}
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return {name: self._file.tensors[own].shape for name, own in self._names.items()}
+        return {name: tensor.shape for name, tensor in self._file.tensors.items() if name != ROPE_FACTORS}
+
+    def own_name(self, name: str) -> str:
+        """`model.layers.3.self_attn.q_proj.weight` → `blk.3.attn_q.weight`."""
+        module, _, ending = name.rpartition(".")
+        if not module.startswith("model.layers."):
+            return f"{WHOLE[module]}.{ending}"
+        layer, module = module.removeprefix("model.layers.").split(".", 1)
+        return f"blk.{layer}.{LAYER[module]}.{ending}"
 
     def read(self, name: str) -> np.ndarray:
-        tensor = self._file.read(self._names[name])
-        if ".q_proj." in name:
+        tensor = self._file.read(name)
+        if ".attn_q." in name:
             return unpermute(tensor, self._config.heads)
-        return unpermute(tensor, self._config.kv_heads) if ".k_proj." in name else tensor
+        return unpermute(tensor, self._config.kv_heads) if ".attn_k." in name else tensor
 
 
 def unpermute(rows: np.ndarray, heads: int) -> np.ndarray:
@@ -79,15 +85,6 @@ def unpermute(rows: np.ndarray, heads: int) -> np.ndarray:
     """
     pairs = rows.reshape(heads, -1, 2, *rows.shape[1:])
     return pairs.swapaxes(1, 2).reshape(rows.shape)
-
-
-def huggingface_name(name: str) -> str:
-    """`blk.3.attn_q.weight` → `model.layers.3.self_attn.q_proj.weight`; unknown names stay, to be reported as such."""
-    if match := re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name):
-        layer, module, ending = match.groups()
-        return f"model.layers.{layer}.{LAYER[module]}.{ending}" if module in LAYER else name
-    module, _, ending = name.partition(".")
-    return f"{WHOLE[module]}.{ending}" if module in WHOLE else name
 
 
 def config_from_gguf(file: GGUFFile) -> LlamaConfig:

@@ -58,6 +58,9 @@ class SafetensorsCheckpoint:
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return {name: tuple(self._files[path].get_slice(name).get_shape()) for name, path in self._owner.items()}
 
+    def own_name(self, name: str) -> str:
+        return name
+
     def read(self, name: str) -> np.ndarray:
         return self._files[self._owner[name]].get_tensor(name)
 

@@ -8,6 +8,7 @@ unrolled, for a few per cent of its speed.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import jax
@@ -85,8 +86,8 @@ class Llama(nnx.Module):
         self.embed_tokens = nnx.Embed(
             config.vocabulary, config.width, dtype=jnp.dtype(dtype), param_dtype=jnp.dtype(dtype), rngs=rngs
         )
-        stack = nnx.vmap(lambda rngs: Layer(config, dtype, rngs), axis_size=config.layers)
-        self.layers = stack(rngs.fork(split=config.layers))
+        make_layers = nnx.vmap(lambda rngs: Layer(config, dtype, rngs))
+        self.layers = nnx.split_rngs(splits=config.layers)(make_layers)(rngs)
         self.norm = _norm(config.width, config, dtype, rngs)
         self.lm_head = None if config.tied_embeddings else _linear(config.width, config.vocabulary, False, dtype, rngs)
         self.config = config
@@ -115,14 +116,14 @@ class Llama(nnx.Module):
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LlamaModel:
-    """A `kvjax.models.protocol.Model` of the Llama family.
+    """A `kvjax.models.protocol.Model` of the Llama family; hashed by identity, so it can be a static argument of jit.
 
     Attributes:
       config: the model's shape.
       dtype: of weights, hidden states and cached keys and values ("float32", "bfloat16").
-      parameters: the weights; see `parameter_shapes`.
+      parameters: the weights, an `nnx.State` like that of `abstract_llama(config, dtype)`.
     """
 
     config: LlamaConfig
@@ -152,13 +153,17 @@ class LlamaModel:
         return self._module(parameters).logits(hidden)
 
     def _module(self, parameters: PyTree[Array]) -> Llama:
-        structure, _ = nnx.split(abstract_llama(self.config, self.dtype))
-        return nnx.merge(structure, parameters)
+        return nnx.merge(_structure(self.config, self.dtype), parameters)
 
 
 def abstract_llama(config: LlamaConfig, dtype: str) -> Llama:
     """The module with shapes and dtypes in place of arrays."""
     return nnx.eval_shape(lambda: Llama(config, dtype, nnx.Rngs(0)))
+
+
+@cache
+def _structure(config: LlamaConfig, dtype: str) -> nnx.GraphDef[Llama]:
+    return nnx.split(abstract_llama(config, dtype))[0]
 
 
 def _linear(width: int, out: int, bias: bool, dtype: str, rngs: nnx.Rngs) -> nnx.Linear:

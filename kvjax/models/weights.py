@@ -20,11 +20,11 @@ UNUSED = (".rotary_emb.inv_freq",)
 
 
 class Checkpoint(Protocol):
-    """Named tensors, by Hugging Face's names and in its order of axes ([out, in]) and rows.
+    """Named tensors, in Hugging Face's order of axes ([out, in]) and rows.
 
     Attributes:
       path: the file or directory, for messages.
-      shapes: shape of every tensor; known before any is read.
+      shapes: shape of every tensor, by the file's own names; known before any is read.
     """
 
     @property
@@ -33,8 +33,12 @@ class Checkpoint(Protocol):
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
 
+    def own_name(self, name: str) -> str:
+        """What the file calls the tensor that Hugging Face checkpoints call `name`."""
+        ...
+
     def read(self, name: str) -> np.ndarray:
-        """One tensor."""
+        """One tensor, by the file's own name."""
         ...
 
 
@@ -46,13 +50,14 @@ def load_parameters(config: LlamaConfig, dtype: str, checkpoint: Checkpoint) -> 
     """
     _, state = nnx.split(abstract_llama(config, dtype))
     leaves = [(tuple(map(str, path)), leaf) for path, leaf in nnx.to_flat_state(state)]
-    _check(checkpoint, {n: s for path, leaf in leaves for n, s in _tensors(path, leaf.shape, config.layers)}, config)
+    expected = {n: s for path, leaf in leaves for n, s in _tensors(path, leaf.shape, config.layers)}
+    _check(checkpoint, {checkpoint.own_name(name): shape for name, shape in expected.items()}, config)
 
     def load(path: tuple[str, ...], shape: tuple[int, ...]) -> Array:
         tensors = _tensors(path, shape, config.layers)
         stack = np.empty((len(tensors), *shape[-len(tensors[0][1]) :]), np.float32)
         for place, (name, _) in zip(stack, tensors, strict=True):
-            tensor = checkpoint.read(name)
+            tensor = checkpoint.read(checkpoint.own_name(name))
             place[...] = tensor.T if path[-1] == "kernel" else tensor
         return jnp.asarray(stack.reshape(shape), dtype)
 
@@ -81,7 +86,7 @@ def _check(checkpoint: Checkpoint, expected: Mapping[str, tuple[int, ...]], conf
             raise ModelError(checkpoint.path, f"tensor {name} has shape {tuple(found[name])}; the config asks {shape}")
     extra = [name for name in found if name not in expected and not name.endswith(UNUSED)]
     if config.tied_embeddings:
-        extra = [name for name in extra if name != "lm_head.weight"]  # a copy of the embedding
+        extra = [name for name in extra if name != checkpoint.own_name("lm_head.weight")]  # a copy of the embedding
     if extra:
         raise ModelError(checkpoint.path, f"has tensors that this model would not use: {_some(extra)}")
 
