@@ -6,6 +6,7 @@ traced, interpreted and compiled on a machine that has no such chip.
 
 from dataclasses import dataclass
 
+KIB = 2**10
 MIB = 2**20
 
 
@@ -29,3 +30,25 @@ TPU_V6E = TpuFacts("v6e", "TPU v6 lite", 1, 128 * MIB, MIB, 1.640e12)
 TPU_7X = TpuFacts("tpu7x", "TPU7x", 1, 64 * MIB, MIB, 3.700e12)
 
 TPUS = {facts.name: facts for facts in (TPU_V4, TPU_V5E, TPU_V5P, TPU_V6E, TPU_7X)}
+
+
+@dataclass(frozen=True, slots=True)
+class GpuFacts:
+    """One NVIDIA GPU. Shared memory figures are those of one streaming multiprocessor."""
+
+    name: str
+    device_kind: str  # what `jax.Device.device_kind` says
+    compute_capability: tuple[int, int]
+    multiprocessors: int
+    shared_memory_bytes: int
+    shared_memory_bytes_per_block: int  # the most that one thread block may ask for
+    l2_bytes: int
+    memory_bytes: int
+    memory_bytes_per_second: float
+
+
+# From NVIDIA's H100 and H200 data sheets (SXM boards) and the Hopper tuning guide; memory as the driver reports it.
+H100 = GpuFacts("h100", "NVIDIA H100 80GB HBM3", (9, 0), 132, 228 * KIB, 227 * KIB, 50 * MIB, 84942979072, 3.352e12)
+H200 = GpuFacts("h200", "NVIDIA H200", (9, 0), 132, 228 * KIB, 227 * KIB, 50 * MIB, 151397597184, 4.800e12)
+
+GPUS = {facts.name: facts for facts in (H100, H200)}
