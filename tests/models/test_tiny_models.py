@@ -1,9 +1,14 @@
 """Every family and rotary variant against transformers, on tiny random models that it saved."""
 
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from kvjax.models import load
+from kvjax.models.rope import rope_from_config
 from tests.margins import assert_equal_tokens, compare_tokens
 from tests.models.decoding import FIXTURES, greedy, oracle, teacher_forced
 
@@ -26,6 +31,34 @@ def test_logits_equal_transformers(name):
     error = np.abs(np.asarray(logits) - np.load(FIXTURES / name / "logits.npy")).max()
     print(f"{name}: largest logit difference {error:.1e}")
     assert error < 2e-3
+
+
+def other_rope(model):
+    default = rope_from_config({"rope_theta": 10000.0}, model.config.head_dim, 128)
+    return replace(model, config=replace(model.config, rope=default))
+
+
+def no_bias(model):
+    def strip(path, leaf):
+        return jnp.zeros_like(leaf) if "bias" in jax.tree_util.keystr(path) else leaf
+
+    return replace(model, parameters=jax.tree.map_with_path(strip, model.parameters))
+
+
+def no_query_norm(model):
+    def strip(path, leaf):
+        return jnp.ones_like(leaf) if "q_norm" in jax.tree_util.keystr(path) else leaf
+
+    return replace(model, parameters=jax.tree.map_with_path(strip, model.parameters))
+
+
+@pytest.mark.parametrize(
+    ("name", "broken"), [("tiny-llama", other_rope), ("tiny-qwen2", no_bias), ("tiny-qwen3", no_query_norm)]
+)
+def test_a_model_that_misses_one_thing_is_noticed(name, broken):
+    run = oracle(f"{name}/oracle.json")[-1]
+    logits = teacher_forced(broken(load(FIXTURES / name).model), run["ids"][:38], chunk=19)
+    assert np.abs(np.asarray(logits) - np.load(FIXTURES / name / "logits.npy")[:38]).max() > 0.1
 
 
 def test_bfloat16_stays_close():
