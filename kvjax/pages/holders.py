@@ -44,16 +44,15 @@ def change_holders(
 ) -> tuple[GroupPages, Int32[Array, ""]]:
     """One holder more for each id in `gained`, one less for each in `lost`; pages left without any go to limbo.
 
-    Ids may repeat, in and across the two lists; `num_pages` means none.  The counts change in one commutative scatter,
-    so the result does not depend on order, backend or repeats.
+    Ids may repeat, in and across the two lists; `num_pages` means none.  The counts change by commutative scatters, so
+    the result does not depend on order, backend or repeats.
 
     Returns the group and fault bits.  O(gains + losses).
     """
     none = group.num_pages
     before = group.refcount.at[gained].get(mode="fill", fill_value=1)
     before, refcount = lax.optimization_barrier((before, group.refcount))
-    change = jnp.concatenate([jnp.ones(gained.shape, jnp.int32), jnp.full(lost.shape, -1, jnp.int32)])
-    refcount = refcount.at[jnp.concatenate([gained, lost])].add(change, mode="drop")
+    refcount = refcount.at[gained].add(1, mode="drop").at[lost].add(-1, mode="drop")
 
     left = refcount.at[lost].get(mode="fill", fill_value=1)
     left, refcount = lax.optimization_barrier((left, refcount))

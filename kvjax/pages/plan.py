@@ -65,16 +65,17 @@ def plan_reserve(
         raise ValueError(
             f"{max_tokens=} × {table.rows} rows must be at least 1 and fit 32 bits; use another max_tokens"
         )
-    by_order = jnp.arange(table.rows, dtype=jnp.int32) if order is None else jnp.argsort(order, stable=True)
-    by_order = by_order.astype(jnp.int32)
-    rank = jnp.zeros(table.rows, jnp.int32).at[by_order].set(jnp.arange(table.rows, dtype=jnp.int32))
+    position = jnp.arange(table.rows, dtype=jnp.int32)
+    by_order = rank = position
+    if order is not None:
+        by_order = jnp.argsort(order, stable=True).astype(jnp.int32)
+        rank = jnp.zeros(table.rows, jnp.int32).at[by_order].set(position, unique_indices=True)
     tokens, length = tokens[by_order], table.length[by_order]
 
     status = _refusals_without_pages(table, tokens, length, max_tokens)
     asking = (tokens > 0) & (status == Status.OK)
     needs = [_group_need(group, by_order, length, tokens, asking) for group in table.groups]
 
-    position = jnp.arange(table.rows, dtype=jnp.int32)
     short, pending = jnp.int32(table.rows), jnp.ones(table.rows, bool)
     for group, need in zip(table.groups, needs, strict=True):
         running = jnp.cumsum(need.needed)

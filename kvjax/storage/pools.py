@@ -40,20 +40,19 @@ def copy_pages(pool: Pool, num_pages: int, source: Int32[Array, " rows"], target
     """Copies whole pages, in all layers, from `source` to `target`; `num_pages` in either means none.
 
     No page is both a source and a target, and no target stands twice.  A loop over the copies there are: nothing is
-    moved when nothing is shared.  In place when the pool is donated; temporaries are one page of all layers.
+    moved when nothing is shared.  In place when the pool is donated; temporaries are one page of one layer.
     """
     wanted = (source < num_pages) & (target < num_pages)
     place, _ = pack_rows(wanted.astype(jnp.int32), source.shape[0])
-    layers = pool.reshape(-1, num_pages, *pool.shape[1:])
-    page_shape = (layers.shape[0], 1, *layers.shape[2:])
+    layers = pool.shape[0] // num_pages
 
-    def copy_one(index: Int32[Array, ""], layers: Array) -> Array:
-        row = place[index]
-        page = lax.dynamic_slice(layers, (0, source[row], 0, 0, 0), page_shape)
-        return lax.dynamic_update_slice(layers, page, (0, target[row], 0, 0, 0))
+    def copy_one(index: Int32[Array, ""], pool: Pool) -> Pool:
+        # Flat ids, not a view by layers: the compiler copies a pool that is reshaped on its way into a loop.
+        row, layer = place[index // layers], index % layers * num_pages
+        page = lax.dynamic_slice_in_dim(pool, layer + source[row], 1)
+        return lax.dynamic_update_slice_in_dim(pool, page, layer + target[row], 0)
 
-    copies = jnp.sum(wanted, dtype=jnp.int32)
-    return lax.fori_loop(0, copies, copy_one, layers).reshape(pool.shape)
+    return lax.fori_loop(0, jnp.sum(wanted, dtype=jnp.int32) * layers, copy_one, pool)
 
 
 def gather_pages(pool: Pool, pages: Int32[Array, "tiles count"]) -> Shaped[Array, "tiles heads positions lanes"]:

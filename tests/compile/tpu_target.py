@@ -12,6 +12,8 @@ from typing import Any
 
 # libtpu otherwise asks the cloud's metadata server which machine this is, and complains when there is none.
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+# Only compiling: no chip is held, so two of these may run side by side.
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
 os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
 os.environ.setdefault("TPU_WORKER_ID", "0")

@@ -1,0 +1,173 @@
+"""Is every cache call in place?  Compiles each, alone and inside a scan, for two pool sizes, and compares.
+
+    python -m tests.compile.in_place cpu | tpu | gpu
+
+Each call must alias the whole cache it is given, and its temporaries must not depend on the pool: 16 thousand and
+4 million pages.  The last case is a step that needs its input after changing it, which the gate must refuse.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+import kvjax
+from kvjax.grant import make_grant
+
+SMALL, LARGE = 1 << 14, 1 << 22
+ROWS, LAYERS, KV_HEADS, Q_HEADS, DIM, PAGE_SIZE = 64, 1, 1, 2, 64, 16
+PREFILL, MAX_PAGES, STEPS = 256, 512, 8
+SLACK_BYTES = {"cpu": 4096, "h200": 4096, "v6e": 1 << 20}
+"""How much more temporaries the larger pool may take.  On CPU and GPU: alignment.  The TPU compiler chooses other
+scratch for small arrays than for large ones, up to 0.6 MB seen; one copy of a per-page array would be 16 MiB."""
+
+Compile = Callable[..., jax.stages.Compiled]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call `function(cache, *arguments)` whose first result is the next cache (or no cache, if it only reads)."""
+
+    name: str
+    function: Callable
+    arguments: tuple[Any, ...] = ()
+    reads_only: bool = False
+
+
+def cases() -> Iterator[Case]:
+    """Every call on a cache, and whole steps, alone and in a scan."""
+    per_row, mask, ids = (jax.ShapeDtypeStruct((n,), d) for n, d in ((ROWS, "int32"), (ROWS, "bool"), (16, "int32")))
+    scalar = jax.ShapeDtypeStruct((), "int32")
+
+    def tensors(packed: int) -> dict[str, jax.ShapeDtypeStruct]:
+        return {name: jax.ShapeDtypeStruct((packed, KV_HEADS, DIM), "bfloat16") for name in ("k", "v")}
+
+    def queries(packed: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((packed, Q_HEADS, DIM), "bfloat16")
+
+    for name, packed in (("decode", ROWS), ("prefill", PREFILL)):
+        grant = jax.eval_shape(partial(make_grant, max_tokens=packed), per_row, per_row, per_row)
+        yield Case(f"reserve, {name}", partial(kvjax.reserve, max_tokens=packed), (per_row,))
+        yield Case(f"write, {name}", _write, (scalar, grant, tensors(packed)))
+        yield Case(f"attend, {name}", kvjax.attend, (scalar, grant, queries(packed)), reads_only=True)
+        step = partial(_step, packed)
+        yield Case(f"whole step, {name}", step, (per_row, tensors(packed), queries(packed)))
+        yield Case(f"scan of steps, {name}", partial(_scan, step), (per_row, tensors(packed), queries(packed)))
+    yield Case("commit", kvjax.commit, (per_row,))
+    yield Case("advance", kvjax.advance, (scalar,))
+    yield Case("release", partial(kvjax.release, max_pages=MAX_PAGES), (mask,))
+    yield Case("truncate", partial(kvjax.truncate, max_pages=MAX_PAGES), (per_row,))
+    yield Case("fork", partial(kvjax.fork, max_pages=MAX_PAGES), (per_row,))
+    yield Case("reorder", partial(kvjax.reorder, max_pages=MAX_PAGES), (per_row,))
+    prefix = (jax.ShapeDtypeStruct((ROWS, 32), "int32"),)
+    yield Case("adopt", partial(kvjax.adopt, max_pages=MAX_PAGES), (prefix, per_row))
+    yield Case("pin", kvjax.pin, ((ids,),))
+    yield Case("unpin", kvjax.unpin, ((ids,),))
+    yield Case("scan of lifecycles", partial(_scan, _lifecycle), (mask, per_row))
+
+
+def _write(cache: kvjax.KVCache, layer: Any, grant: kvjax.Grant, tensors: dict[str, Any]) -> kvjax.KVCache:
+    return kvjax.write(cache, layer, grant, **tensors)
+
+
+def _step(packed: int, cache: kvjax.KVCache, tokens: Any, tensors: Any, q: Any) -> tuple[kvjax.KVCache, Any]:
+    cache, grant = kvjax.reserve(cache, tokens, max_tokens=packed)
+
+    def layer(cache: kvjax.KVCache, index: Any) -> tuple[kvjax.KVCache, Any]:
+        cache = kvjax.write(cache, index, grant, **tensors)
+        return cache, kvjax.attend(cache, index, grant, q)
+
+    cache, out = lax.scan(layer, cache, jnp.arange(LAYERS))
+    return kvjax.advance(kvjax.commit(cache, grant.tokens)), out
+
+
+def _lifecycle(cache: kvjax.KVCache, mask: Any, parent: Any) -> tuple[kvjax.KVCache, Any]:
+    cache, status = kvjax.fork(cache, parent, max_pages=MAX_PAGES)
+    cache, _ = kvjax.reorder(cache, parent, max_pages=MAX_PAGES)
+    cache, _ = kvjax.truncate(cache, cache.table.length // 2, max_pages=MAX_PAGES)
+    cache, _ = kvjax.release(cache, mask, max_pages=MAX_PAGES)
+    return kvjax.advance(cache), status
+
+
+def _scan(step: Callable, cache: kvjax.KVCache, *arguments: Any) -> tuple[kvjax.KVCache, Any]:
+    return lax.scan(lambda cache, _: step(cache, *arguments), cache, None, length=STEPS)
+
+
+def cache_shapes(num_pages: int, backend: Any) -> kvjax.KVCache:
+    """The cache as shapes: nothing is allocated."""
+    spec = kvjax.CacheSpec.uniform(layers=LAYERS, kv_heads=KV_HEADS, head_dim=DIM)
+    build = partial(kvjax.init, spec, rows=ROWS, num_pages=num_pages, page_size=PAGE_SIZE, max_context=1 << 16)
+    return jax.eval_shape(partial(build, backend=backend))
+
+
+def check(case: Case, compile_for: Compile, backend: Any, slack: int) -> tuple[bool, str]:
+    """(in place, a line that says so) for one call."""
+    found = []
+    for num_pages in (SMALL, LARGE):
+        cache = cache_shapes(num_pages, backend)
+        donate = () if case.reads_only else (0,)
+        memory = compile_for(case.function, cache, *case.arguments, donate=donate).memory_analysis()
+        whole = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
+        aliased = case.reads_only or memory.alias_size_in_bytes >= whole
+        found.append((aliased, memory.alias_size_in_bytes, memory.temp_size_in_bytes))
+    (small_ok, _, small), (large_ok, alias, large) = found
+    good = small_ok and large_ok and large - small <= slack
+    note = "reads only" if case.reads_only else f"alias {alias:>14,} B"
+    return good, f"{case.name:24s} {note:22s} temporaries {small:>11,} B and {large:>11,} B"
+
+
+def run(name: str, compile_for: Compile, backend: Any) -> int:
+    """Checks all cases, prints a line each, and returns the number of failures."""
+    passed = failed = 0
+    for case in cases():
+        good, line = check(case, compile_for, backend, SLACK_BYTES[name])
+        passed, failed = passed + good, failed + (not good)
+        print(f"{'ok  ' if good else 'FAIL'} {name:6s} {line}", flush=True)
+    broken = Case("a step that looks back", partial(_scan, _looks_back), (jax.ShapeDtypeStruct((ROWS,), "int32"),))
+    good, line = check(broken, compile_for, backend, SLACK_BYTES[name])
+    passed, failed = passed + (not good), failed + good
+    verdict = "not refused" if good else "refused"
+    print(f"{'FAIL' if good else 'ok  '} {name:6s} {line} (broken on purpose: {verdict})")
+    print(f"{passed} passed, {failed} failed")
+    return failed
+
+
+def _looks_back(cache: kvjax.KVCache, tokens: Any) -> tuple[kvjax.KVCache, Any]:
+    """Reads the refcounts of before at places known only after: both arrays must live, and one is a copy."""
+    after, _ = kvjax.reserve(cache, tokens, max_tokens=ROWS)
+    places = after.table.groups[0].refcount[:ROWS] + after.table.groups[0].pages[:, 0]
+    return kvjax.advance(after), cache.table.groups[0].refcount[places]
+
+
+def compile_on_cpu(function: Callable, *shapes: Any, donate: tuple[int, ...] = ()) -> jax.stages.Compiled:
+    return jax.jit(function, donate_argnums=donate).lower(*shapes).compile()
+
+
+def main(target: str) -> int:
+    if target == "cpu":
+        return run("cpu", compile_on_cpu, "xla")
+    if target == "tpu":
+        from pallas_kernels.hardware import TPU_V6E
+        from tests.compile import tpu_target
+
+        return run("v6e", partial(tpu_target.compile_for, "v6e"), TPU_V6E)
+    if target == "gpu":
+        from pallas_kernels.hardware import H200
+        from tests.compile import gpu_target
+
+        return run("h200", partial(gpu_target.compile_for, "h200"), H200)
+    raise SystemExit(f"target {target!r} is unknown; use cpu, tpu or gpu")
+
+
+if __name__ == "__main__":
+    sys.exit(bool(main(*sys.argv[1:])))
