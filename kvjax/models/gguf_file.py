@@ -6,6 +6,7 @@ string (5 s for a vocabulary of 49 thousand) and does not notice a file that end
 
 from __future__ import annotations
 
+import math
 import mmap
 import struct
 from collections.abc import Mapping
@@ -144,7 +145,7 @@ def _locate(
     elements, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
     if not shape or shape[-1] % elements:
         raise ModelError(path, f"tensor {name} has shape {shape}; its type needs rows of a multiple of {elements}")
-    size = int(np.prod(shape, dtype=object)) // elements * block_bytes
+    size = math.prod(shape) // elements * block_bytes
     if base + offset + size > length:
         raise ModelError(path, f"is truncated: tensor {name} ends at byte {base + offset + size} and it has {length}")
     return GGUFTensor(GGMLQuantizationType(kind), shape, base + offset, size)

@@ -105,15 +105,8 @@ class Llama(nnx.Module):
         return self.norm(x), cache
 
     def logits(self, hidden: Hidden) -> Float32[Array, "packed vocabulary"]:
-        if self.lm_head is not None:
-            return self.lm_head(hidden).astype(jnp.float32)
-        return lax.dot_general(
-            hidden,
-            self.embed_tokens.embedding[...],
-            (((1,), (1,)), ((), ())),
-            precision=lax.Precision.HIGHEST,
-            preferred_element_type=jnp.float32,
-        )
+        matrix = self.embed_tokens.embedding[...].T if self.lm_head is None else self.lm_head.kernel[...]
+        return jnp.dot(hidden, matrix, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
 
 @dataclass(frozen=True, eq=False)

@@ -63,6 +63,8 @@ def rope_from_config(config: Mapping[str, Any], head_dim: int, max_context: int)
     if fields.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError(f"config partial_rotary_factor={fields['partial_rotary_factor']} is not supported, only 1.0")
     theta = _number(fields, "rope_theta", default=10_000.0)
+    if theta <= 1:
+        raise ValueError(f"config rope_theta={theta} must be greater than 1: later lanes turn more slowly")
     lanes = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     frequencies, magnitude = VARIANTS[kind](np.float32(theta) ** lanes, fields)
     return Rope(tuple(frequencies.astype(np.float32).tolist()), magnitude)
@@ -108,8 +110,8 @@ def _yarn(periods: np.ndarray, fields: Mapping[str, Any]) -> tuple[np.ndarray, f
     def lane(turns: float) -> float:
         return half * math.log(original / (turns * 2 * math.pi)) / math.log(theta)
 
-    low = lane(_number(fields, "beta_fast", default=32))
-    high = lane(_number(fields, "beta_slow", default=1))
+    low = lane(_number(fields, "beta_fast", default=32.0))
+    high = lane(_number(fields, "beta_slow", default=1.0))
     if fields.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, 2 * half - 1)
@@ -139,4 +141,4 @@ def _number(fields: Mapping[str, Any], field: str, default: float | None = None)
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
         raise ValueError(f"config rope field {field!r} is {value!r}; it must be a positive number")
-    return value
+    return float(value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +19,7 @@ UNUSED = (".rotary_emb.inv_freq",)
 """Endings of tensors that old checkpoints hold and that the config already says."""
 
 
+@runtime_checkable
 class Checkpoint(Protocol):
     """Named tensors, in Hugging Face's order of axes ([out, in]) and rows.
 

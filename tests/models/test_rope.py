@@ -47,6 +47,7 @@ def test_without_fields_the_base_is_ten_thousand():
         ({"rope_type": "linear", "factor": "two"}, "'factor' is 'two'"),
         ({"rope_type": "llama3", "factor": 8.0, "high_freq_factor": 4.0}, "'low_freq_factor' is None"),
         ({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 1.0}, "must be greater"),
+        ({"rope_type": "yarn", "factor": 2.0, "rope_theta": 1.0}, "rope_theta=1.0 must be greater than 1"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ({"full_attention": {"rope_type": "default"}}, "one flat object"),
     ],
