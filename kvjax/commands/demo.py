@@ -36,7 +36,7 @@ examples:
   kvjax demo --page-size 64 --burst 4  other pages and bursts, the same tokens
   kvjax demo --model ./my-chat-model"""
 
-POOL_SHARE = 0.5
+POOL_SHARE = 0.42
 """The default pool as a part of what all requests together would fill: tight enough to see preemption."""
 
 
@@ -52,7 +52,7 @@ def add_parser(commands: Any) -> None:
     add_model_flag(parser)
     parser.add_argument("--png", default="out/demo.png", metavar="FILE", help="the picture (default: %(default)s)")
     parser.add_argument("--json", default="out/demo.json", metavar="FILE", help="the figures (default: %(default)s)")
-    add_cache_flags(parser, num_pages_default=f"default: {POOL_SHARE:.0%} of what all requests would fill")
+    add_cache_flags(parser, num_pages_default=f"default: {POOL_SHARE:.0%}% of what all requests would fill", burst=8)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -112,7 +112,7 @@ def _serve(
     if options.cache == "paged" and options.num_pages is None and cancelling:
         options.num_pages = _tight_pool(options.page_size, len(prefix), needs)
     backing = choose_backing(options, needs=[*needs, len(prefix)], max_context=loaded.model.max_context)
-    engine = make_engine(options, loaded, backing, smallest_bucket=8, page_map=page_map)
+    engine = make_engine(options, loaded, backing, smallest_bucket=16, page_map=page_map)
     engine.add_prefix(prefix)
     for prompt, question in zip(prompts, QUESTIONS, strict=True):
         engine.submit(Request(prompt, max_new_tokens=question.max_new_tokens, eos=loaded.eos))

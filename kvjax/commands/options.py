@@ -57,7 +57,7 @@ def add_model_flag(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_cache_flags(parser: argparse.ArgumentParser, *, num_pages_default: str) -> None:
+def add_cache_flags(parser: argparse.ArgumentParser, *, num_pages_default: str, burst: int = 16) -> None:
     """Flags of the cache and of batching."""
     group = parser.add_argument_group("cache and batching (these change speed and memory, never a token)")
     positive = whole_number(1)
@@ -84,7 +84,7 @@ def add_cache_flags(parser: argparse.ArgumentParser, *, num_pages_default: str) 
     group.add_argument(
         "--burst",
         type=positive,
-        default=16,
+        default=burst,
         metavar="N",
         help="decode steps in one device call (default: %(default)s)",
     )

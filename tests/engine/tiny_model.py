@@ -21,13 +21,13 @@ class TinyModel:
 
     spec = kvjax.CacheSpec.uniform(layers=LAYERS, kv_heads=KV_HEADS, head_dim=DIM, dtype="float32")
     vocabulary = VOCABULARY
-    max_context = CONTEXT
 
-    def __init__(self):
+    def __init__(self, max_context: int = CONTEXT):
+        self.max_context = max_context
         draw = np.random.default_rng(SEED)
         shapes = {
             "embedding": (VOCABULARY, WIDTH),
-            "positions": (CONTEXT, WIDTH),
+            "positions": (max_context, WIDTH),
             "q": (LAYERS, WIDTH, HEADS * DIM),
             "k": (LAYERS, WIDTH, KV_HEADS * DIM),
             "v": (LAYERS, WIDTH, KV_HEADS * DIM),
