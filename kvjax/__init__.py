@@ -4,6 +4,7 @@ Page tables and refcounts are immutable state, updated by jitted transitions; se
 code makes, `kvjax.pages` for ownership alone, and `kvjax.models` and `kvjax.engine` for consumers.
 """
 
+from kvjax.allocation import init
 from kvjax.cache import (
     KVCache,
     adopt,
@@ -11,7 +12,6 @@ from kvjax.cache import (
     attend,
     commit,
     fork,
-    init,
     pin,
     release,
     reorder,

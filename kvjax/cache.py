@@ -14,22 +14,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial, singledispatch
+from functools import singledispatch
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int32, Shaped
 
 from kvjax import pages
-from kvjax.attention.paged import Backend, choose_backend, paged_attention
+from kvjax.attention.paged import Backend, paged_attention
 from kvjax.grant import Grant, make_grant
-from kvjax.layout import TPU_LANES, PageLayout, PoolLayout, canonical_layout
-from kvjax.pages import Fault, GroupShape, PageTable, Status
+from kvjax.layout import PageLayout
+from kvjax.pages import Fault, PageTable, Status
 from kvjax.spec import CacheSpec
 from kvjax.storage import Pool, append_tokens, copy_pages
-from pallas_kernels.hardware import TpuFacts
 
 Layer = int | Array | tuple[str, int | Array]
 """A model layer: its number; or (group name, index within the group), which may be traced with several groups."""
@@ -69,118 +67,6 @@ class KVCache:
         return sum(pool.nbytes for group in self.pools for pool in group.values())
 
 
-def init(
-    spec: CacheSpec,
-    *,
-    rows: int,
-    num_pages: int | Sequence[int],
-    page_size: int | Sequence[int] = 16,
-    max_context: int,
-    max_epochs: int = 16,
-    backend: Backend | None = None,
-    mesh: Mesh | None = None,
-    shardings: PartitionSpec | None = None,
-) -> KVCache:
-    """An empty cache; its pools are zeroed on the device.
-
-    Args:
-      spec: what the model caches.
-      rows: sequences that can be live at once.
-      num_pages: pages of each group's pool (one number for all, or one a group).
-      page_size: token positions a page, likewise.
-      max_context: the most positions a row may hold; rounded up to whole pages.
-      max_epochs: steps that may be in flight between `advance` calls; a power of two.
-      backend: which code attends: "xla", or the facts of a chip from `pallas_kernels.hardware`; None asks the device.
-      mesh: devices to spread the pools over.  Aliasing under donation needs shardings from the start.
-      shardings: how a pool `[layers · pages, heads, page_size, lanes]` lies on the mesh; heads over its last axis if
-        None.  Only heads may be split.
-
-    Raises:
-      ValueError: a size below 1, or sizes that do not fit 32-bit positions, or heads the mesh does not divide.
-      NotImplementedError: sliding-window groups, or kernels over a mesh; the message says what to use instead.
-    """
-    groups = len(spec.groups)
-    num_pages = (num_pages,) * groups if isinstance(num_pages, int) else tuple(num_pages)
-    page_size = (page_size,) * groups if isinstance(page_size, int) else tuple(page_size)
-    if len(num_pages) != groups or len(page_size) != groups:
-        raise ValueError(f"{num_pages=} and {page_size=} must be one number, or one for each of {groups} groups")
-    if max_context < 1 or min(page_size) < 1:
-        raise ValueError(f"{max_context=} and {page_size=} must be at least 1")
-    for group in spec.groups:
-        if group.window is not None:
-            raise NotImplementedError(
-                f"group {group.name!r} has window={group.window}: pages behind a window are not dropped yet; "
-                "leave window=None while contexts stay within it"
-            )
-    backend = choose_backend() if backend is None else backend
-    on_tpu = isinstance(backend, TpuFacts)
-    if mesh is not None and backend != "xla":
-        raise NotImplementedError('the kernels do not run over a mesh yet; pass backend="xla"')
-
-    layouts = tuple(
-        canonical_layout(group, size, lane_multiple=TPU_LANES if on_tpu else 1)
-        for group, size in zip(spec.groups, page_size, strict=True)
-    )
-    shapes = []
-    for number, size in zip(num_pages, page_size, strict=True):
-        width = -(-max_context // size)
-        # The TPU kernel reads the table in slices of whole lanes and would copy a table of another width.
-        shapes.append(GroupShape(number, size, -(-width // TPU_LANES) * TPU_LANES if on_tpu else width))
-    build = partial(_build, spec, layouts, tuple(shapes), rows, max_epochs, backend)
-    if mesh is None:
-        if shardings is not None:
-            raise ValueError(f"{shardings=} needs a mesh; pass mesh=")
-        return jax.jit(build)()
-    return jax.jit(build, out_shardings=_shardings(jax.eval_shape(build), mesh, shardings))()
-
-
-def _build(
-    spec: CacheSpec,
-    layouts: tuple[PageLayout, ...],
-    shapes: tuple[GroupShape, ...],
-    rows: int,
-    max_epochs: int,
-    backend: Backend,
-) -> KVCache:
-    def zeros(layers: int, num_pages: int, page_size: int, pool: PoolLayout) -> Pool:
-        return jnp.zeros((layers * num_pages, pool.heads, page_size, pool.lanes), pool.dtype)
-
-    return KVCache(
-        table=pages.make_page_table(shapes, rows=rows, max_epochs=max_epochs),
-        pools=tuple(
-            {pool.name: zeros(len(group.layers), shape.num_pages, shape.page_size, pool) for pool in layout.pools}
-            for group, layout, shape in zip(spec.groups, layouts, shapes, strict=True)
-        ),
-        spec=spec,
-        layouts=layouts,
-        backend=backend,
-    )
-
-
-def _shardings(cache: KVCache, mesh: Mesh, pool_spec: PartitionSpec | None) -> KVCache:
-    """The cache's tree with a sharding in place of each array: pools by heads, the table on every device."""
-    if any(kind != AxisType.Auto for kind in mesh.axis_types):
-        raise ValueError(f"mesh has axis types {mesh.axis_types}; make it with axis_types=(AxisType.Auto, …)")
-    pool_spec = PartitionSpec(None, mesh.axis_names[-1]) if pool_spec is None else pool_spec
-    if any(entry is not None for axis, entry in enumerate(pool_spec) if axis != 1):
-        raise ValueError(f"shardings={pool_spec} splits an axis other than heads; pages and tokens must stay whole")
-    sharding = NamedSharding(mesh, pool_spec)
-    for group in cache.pools:
-        for name, pool in group.items():
-            try:
-                sharding.shard_shape(pool.shape)
-            except ValueError as error:
-                raise ValueError(
-                    f"the {pool.shape[1]} heads of pool {name!r} do not split over {mesh.shape}"
-                ) from error
-    replicated = NamedSharding(mesh, PartitionSpec())
-    return replace(
-        cache,
-        table=jax.tree.map(lambda _: replicated, cache.table),
-        pools=jax.tree.map(lambda _: sharding, cache.pools),
-    )
-
-
 @singledispatch
 def reserve(
     cache: Any, tokens: Int32[Array, " rows"], *, max_tokens: int, order: Int32[Array, " rows"] | None = None
@@ -202,7 +88,7 @@ def reserve(
 
 
 @singledispatch
-def write(cache: Any, layer: Layer, grant: Grant, **tensors: Shaped[Array, "packed heads width"]) -> Any:
+def write(cache: Any, layer: Layer, grant: Grant, **tensors: Shaped[Array, "packed _ _"]) -> Any:
     """Writes a layer's tensors for every granted token, by name: `write(cache, layer, grant, k=k, v=v)`.
 
     Args:
@@ -356,7 +242,7 @@ def reorder(cache: KVCache, parent: Int32[Array, " rows"], *, max_pages: int) ->
 
 def adopt(
     cache: KVCache,
-    pages_of_groups: Sequence[Int32[Array, "rows prefix_pages"]],
+    pages_of_groups: Sequence[Int32[Array, "rows _"]],
     tokens: Int32[Array, " rows"],
     *,
     max_pages: int,
@@ -367,7 +253,7 @@ def adopt(
 
 
 def pin(
-    cache: KVCache, pages_of_groups: Sequence[Int32[Array, " ids"]]
+    cache: KVCache, pages_of_groups: Sequence[Int32[Array, " _"]]
 ) -> tuple[KVCache, tuple[Int32[Array, " ids"], ...]]:
     """Holds pages without a row; see `pages.pin`."""
     table, info = pages.pin(cache.table, pages_of_groups)
@@ -375,7 +261,7 @@ def pin(
 
 
 def unpin(
-    cache: KVCache, pages_of_groups: Sequence[Int32[Array, " ids"]]
+    cache: KVCache, pages_of_groups: Sequence[Int32[Array, " _"]]
 ) -> tuple[KVCache, tuple[Int32[Array, " ids"], ...]]:
     """Lets go of pages that `pin` held; see `pages.unpin`."""
     table, info = pages.unpin(cache.table, pages_of_groups)

@@ -188,7 +188,7 @@ def test_every_tensor_of_every_group_is_copied():
             names = {t.name: t for t in spec.groups[spec.locate(layer)[0]].tensors}
             values = {n: random.normal(size=(8, t.heads, t.width)).astype(t.dtype) for n, t in names.items()}
             marks.append((layer, np.asarray(grant.row), np.asarray(grant.position), values))
-            cache = kvjax.write(cache, layer, grant, **values)
+            cache = kvjax.write(cache, layer, grant, **{name: jnp.asarray(value) for name, value in values.items()})
         return kvjax.commit(cache, grant.tokens), grant
 
     marks: list = []

@@ -15,8 +15,8 @@ from jaxtyping import Array, Float, Int32
 from kvjax.attention.tiles import make_tiles
 from kvjax.grant import Grant
 
-PREFILL_TILE = 32
-"""Queries a tile when rows bring more than one token: a row's keys are read once for this many queries."""
+MAX_TILE = 32
+"""Most queries a tile: a row's keys are read once for this many."""
 
 Fetch = Callable[
     [Int32[Array, " tiles"], Int32[Array, ""]],
@@ -42,7 +42,7 @@ def tiled_attention(
 
     Cost: tiles × ceil(longest context / block) block products; temporaries O(tiles · block), not O(context).
     """
-    tiles = make_tiles(grant, 1 if grant.packed <= grant.rows else PREFILL_TILE)
+    tiles = make_tiles(grant, tile_size(grant.packed, grant.rows))
     number, size = tiles.source.shape
     q_heads = q.shape[1]
     if q_heads % kv_heads:
@@ -75,6 +75,11 @@ def tiled_attention(
     out = out / jnp.where(total == 0, 1, total)[..., None]
     out = out.reshape(number, kv_heads, group, size, value_dim).transpose(0, 3, 1, 2, 4)
     return tiles.join(out.reshape(number, size, q_heads, value_dim).astype(q.dtype))
+
+
+def tile_size(packed: int, rows: int) -> int:
+    """Queries a tile: a power of two near the tokens a row brings, so that few places of a tile stay empty."""
+    return 1 if packed <= rows else min(MAX_TILE, 1 << (packed // rows).bit_length() - 1)
 
 
 def written_values(

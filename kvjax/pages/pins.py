@@ -23,7 +23,7 @@ class PinInfo:
     status: tuple[Int32[Array, " ids"], ...]
 
 
-def pin(table: PageTable, pages: Sequence[Int32[Array, " ids"]]) -> tuple[PageTable, PinInfo]:
+def pin(table: PageTable, pages: Sequence[Int32[Array, " _"]]) -> tuple[PageTable, PinInfo]:
     """Adds a pin to each page; a page named twice is pinned twice.
 
     Args:
@@ -48,7 +48,7 @@ def pin(table: PageTable, pages: Sequence[Int32[Array, " ids"]]) -> tuple[PageTa
     return replace(table, groups=tuple(groups), faults=faults), PinInfo(tuple(codes))
 
 
-def unpin(table: PageTable, pages: Sequence[Int32[Array, " ids"]]) -> tuple[PageTable, PinInfo]:
+def unpin(table: PageTable, pages: Sequence[Int32[Array, " _"]]) -> tuple[PageTable, PinInfo]:
     """Takes one pin from each page for each time it is named; pages left without a holder go to limbo.
 
     Status of an id: OK, or STALE if the page has fewer pins than the call would take; then none of them is taken.
@@ -71,6 +71,6 @@ def unpin(table: PageTable, pages: Sequence[Int32[Array, " ids"]]) -> tuple[Page
     return replace(table, groups=tuple(groups), faults=faults), PinInfo(tuple(codes))
 
 
-def _check_groups(table: PageTable, pages: Sequence[Int32[Array, " ids"]]) -> None:
+def _check_groups(table: PageTable, pages: Sequence[Int32[Array, " _"]]) -> None:
     if len(pages) != len(table.groups):
         raise ValueError(f"page ids are needed for each of {len(table.groups)} groups, got {len(pages)}")

@@ -58,7 +58,7 @@ def reorder(table: PageTable, parent: Int32[Array, " rows"], *, max_pages: int) 
 
 def adopt(
     table: PageTable,
-    pages: Sequence[Int32[Array, "rows prefix_pages"]],
+    pages: Sequence[Int32[Array, "rows _"]],
     tokens: Int32[Array, " rows"],
     *,
     max_pages: int,

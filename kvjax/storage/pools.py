@@ -23,7 +23,7 @@ def append_tokens(
     layout: PoolLayout,
     page: Int32[Array, " packed"],
     offset: Int32[Array, " packed"],
-    tensors: Mapping[str, Shaped[Array, "packed heads width"]],
+    tensors: Mapping[str, Shaped[Array, "packed _ _"]],
 ) -> Pool:
     """Writes one token each into slot `offset` of page `page` (layer offset included); pages out of range are dropped.
 
