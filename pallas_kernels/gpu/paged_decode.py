@@ -18,6 +18,7 @@ from pallas_kernels.hardware import KIB, GpuFacts
 HOPPER = (9, 0)
 BLOCKS_PER_MULTIPROCESSOR = 2  # so that one computes while the other waits
 MAX_SLOTS = 4
+MAX_GRID = 65_535  # thread blocks along the grid's axes of queries and of splits
 RESERVED_BYTES = 5 * KIB  # of a thread block's shared memory: 1 KiB the driver's, the rest barriers and alignment
 
 
@@ -157,5 +158,7 @@ def check_arguments(
         raise ValueError(f"{lanes=} of the pool; on GPU it must be {key_dim=} + {value_dim=}: lay the pool out so")
     if page_size not in (16, 32, 64, 128):
         raise ValueError(f"{page_size=}; make pages of 16, 32, 64 or 128 tokens")
-    if splits is not None and splits < 1:
-        raise ValueError(f"{splits=}; choose at least 1, or None")
+    if splits is not None and not 1 <= splits <= MAX_GRID:
+        raise ValueError(f"{splits=}; choose at least 1 and at most {MAX_GRID}, or None")
+    if queries > MAX_GRID:
+        raise ValueError(f"{queries=}; a launch takes {MAX_GRID}: split the queries over several calls")

@@ -12,18 +12,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-
-# The plugin otherwise looks for a driver and for the CUDA libraries that only running needs, and complains.
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, SingleDeviceSharding
 
 from pallas_kernels.hardware import GPUS, GpuFacts
+
+# The plugin otherwise looks for a driver, and for the CUDA libraries that only running needs.
+jax.config.update("jax_platforms", "cpu")
 
 # XLA's GpuTargetConfigProto. What does not come from the facts is common to all Hopper GPUs.
 TARGET_CONFIG = """
@@ -63,7 +63,12 @@ def facts_of(target: str) -> GpuFacts:
 
 @cache
 def device(target: str) -> jax.Device:
-    """A compile-only device of the GPU named `target`, a key of GPUS. ValueError for another name."""
+    """A compile-only device of the GPU named `target`, a key of GPUS.
+
+    Raises ValueError for another name, ModuleNotFoundError without the compilers.
+    """
+    if find_spec("jax_cuda13_plugin") is None:
+        raise ModuleNotFoundError("jax_cuda13_plugin is not on the import path; use `make aot-gpu`")
     config = TARGET_CONFIG.format(facts=facts_of(target))
     return topologies.get_topology_desc(target, "cuda", target_config=config, topology="1x1x1").devices[0]
 
