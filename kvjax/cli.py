@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -37,6 +38,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return options.run(options)
     except CommandError as error:
         print(f"kvjax {options.command}: error: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:
+        # Whoever read our output has left; give the interpreter nothing more to flush into the pipe.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
         print(f"kvjax {options.command}: interrupted", file=sys.stderr)

@@ -16,6 +16,7 @@ from kvjax.commands.options import (
     make_engine,
     one_line,
     real_number,
+    some_text,
     whole_number,
 )
 from kvjax.commands.prompts import Prompt, check_text, read_prompts
@@ -67,19 +68,21 @@ def add_parser(commands: Any) -> None:
     )
     sampling.add_argument(
         "--temperature",
-        type=real_number(0, 1e6),
+        type=real_number(0),
         default=0.0,
         metavar="T",
         help="0 is greedy; 1 the model's own distribution (default: 0)",
     )
     sampling.add_argument("--top-k", type=whole_number(0), default=0, metavar="K", help="0 is all tokens (default: 0)")
     sampling.add_argument(
-        "--top-p", type=real_number(0, 1, open_below=True), default=1.0, metavar="P", help="nucleus (default: 1)"
+        "--top-p", type=real_number(0, 1, exclusive=True), default=1.0, metavar="P", help="nucleus (default: 1)"
     )
     sampling.add_argument(
         "--seed", type=whole_number(0, 2**32 - 1), default=0, metavar="S", help="of each prompt (default: 0)"
     )
-    sampling.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before it; may be repeated")
+    sampling.add_argument(
+        "--stop", type=some_text, action="append", default=[], metavar="TEXT", help="end before it; may be repeated"
+    )
     add_cache_flags(parser, num_pages_default="default: as many as never to preempt anybody")
 
 

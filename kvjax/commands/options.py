@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -31,21 +32,28 @@ def whole_number(least: int, most: int | None = None) -> Callable[[str], int]:
     return parse
 
 
-def real_number(least: float, most: float, *, open_below: bool = False) -> Callable[[str], float]:
-    """An argparse type: numbers from `least` (left out if `open_below`) to `most`."""
+def real_number(lowest: float, most: float = math.inf, *, exclusive: bool = False) -> Callable[[str], float]:
+    """An argparse type: finite numbers from `lowest`, itself left out if `exclusive`, to `most`."""
 
     def parse(text: str) -> float:
         try:
             value = float(text)
         except ValueError:
-            value = float("nan")
-        if not (least < value if open_below else least <= value) or not value <= most:
-            lower = f"above {least:g}" if open_below else f"at least {least:g}"
-            upper = "" if most == float("inf") else f" and at most {most:g}"
+            value = math.nan
+        if not math.isfinite(value) or value > most or (value <= lowest if exclusive else value < lowest):
+            lower = f"above {lowest:g}" if exclusive else f"of at least {lowest:g}"
+            upper = "" if math.isinf(most) else f" and at most {most:g}"
             raise argparse.ArgumentTypeError(f"{text!r} is not a number {lower}{upper}")
         return value
 
     return parse
+
+
+def some_text(text: str) -> str:
+    """An argparse type: any text but the empty one."""
+    if not text:
+        raise argparse.ArgumentTypeError("the text is empty")
+    return text
 
 
 def add_model_flag(parser: argparse.ArgumentParser) -> None:
