@@ -63,7 +63,9 @@ def init(
                 f"group {group.name!r} has window={group.window}: pages behind a window are not dropped yet; "
                 "leave window=None while contexts stay within it"
             )
-    backend = choose_backend() if backend is None else backend
+    if backend is None:
+        device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
+        backend = choose_backend(device.platform, device.device_kind)
     on_tpu = isinstance(backend, TpuFacts)
     if mesh is not None and backend != "xla":
         raise NotImplementedError('the kernels do not run over a mesh yet; pass backend="xla"')

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int32
@@ -84,21 +83,20 @@ def paged_attention(
     )
 
 
-def choose_backend(device: jax.Device | None = None) -> Backend:
-    """The backend for a device (the default one if None): its kernels on a TPU or GPU kvjax knows, XLA on a CPU.
+def choose_backend(platform: str, device_kind: str) -> Backend:
+    """The backend for a device: its kernels on a TPU or GPU kvjax knows, XLA on a CPU.
 
     Raises:
       NotImplementedError: an accelerator without kernels; ask for backend="xla" to run there all the same.
     """
-    device = jax.devices()[0] if device is None else device
-    if device.platform == "cpu":
+    if platform == "cpu":
         return "xla"
     known: list[TpuFacts | GpuFacts] = [*TPUS.values(), *GPUS.values()]
     for facts in known:
-        if facts.device_kind == device.device_kind:
+        if facts.device_kind == device_kind:
             return facts
     raise NotImplementedError(
-        f"no kernels for {device.device_kind!r}; known: {', '.join(facts.device_kind for facts in known)}. "
+        f"no kernels for {device_kind!r}; known: {', '.join(facts.device_kind for facts in known)}. "
         'Pass backend="xla" to use plain XLA attention'
     )
 
