@@ -32,7 +32,7 @@ def decode(
     value_dim: int,
     scale: float,
     splits: int,
-    slots: int,
+    buffers: int,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> tuple[Float[Array, "splits queries q_heads value_dim"], Float[Array, "splits queries q_heads"]]:
     """The attention of each split of each context, and the base-2 logarithm of its softmax denominator.
@@ -52,8 +52,8 @@ def decode(
         plgpu.barrier_wait(q_arrived)
         scaled_q = scale * math.log2(math.e) * plgpu.load(q_row, layout=PER_COLUMN)
 
-        def attend(block, slot, state):
-            return _attend_block(block, seen, scaled_q, slot, value_dim, state)
+        def attend(block, buffer, state):
+            return _attend_block(block, seen, scaled_q, buffer, value_dim, state)
 
         nothing = (
             filled(MASKED, (BLOCK,), PER_ROW),
@@ -75,7 +75,7 @@ def decode(
             plgpu.SMEM((key_dim,), jnp.float32),
             plgpu.SMEM((value_dim,), jnp.float32),
             plgpu.Barrier(),
-            *PageStream.scratch(slots, page_size, lanes, pool.dtype),
+            *PageStream.scratch(buffers, page_size, lanes, pool.dtype),
         ],
         grid=(splits, queries, q_heads),
         grid_names=("split", "query", "q_head"),
@@ -89,14 +89,14 @@ def scratch_bytes(key_dim: int, value_dim: int) -> int:
     return 4 * (key_dim + value_dim)
 
 
-def _attend_block(block: Scalar, context: Scalar, scaled_q: Array, slot: Ref, value_dim: int, state: Any) -> Any:
+def _attend_block(block: Scalar, context: Scalar, scaled_q: Array, buffer: Ref, value_dim: int, state: Any) -> Any:
     """Takes a block of tokens into the running softmax of each place, whose exponents are of base 2."""
     maximum, total, weighted = state
     (key_dim,) = scaled_q.shape
-    keys = slot[:, pl.ds(0, key_dim)]
+    keys = buffer[:, pl.ds(0, key_dim)]
     logits = _mask(block, context, (keys * lax.broadcast_in_dim(scaled_q, keys.shape, (1,))).sum(axis=1))
-    values = _clear_past(block, context, slot[:, pl.ds(key_dim, value_dim)])
-    plgpu.commit_smem()  # every warp has read the slot before it is sent for again
+    values = _clear_past(block, context, buffer[:, pl.ds(key_dim, value_dim)])
+    plgpu.commit_smem()  # every warp has read the buffer before it is sent for again
     new_maximum = jnp.maximum(maximum, logits)
     decay = jnp.exp2(maximum - new_maximum)
     weight = jnp.where(logits == MASKED, 0, jnp.exp2(logits - new_maximum))

@@ -1,8 +1,8 @@
-"""Streams the pages of one query from GPU memory through a ring of shared-memory slots.
+"""Streams the pages of one query from GPU memory through a ring of shared-memory buffers.
 
 The unit is a block of BLOCK consecutive tokens of one KV head, K and V together, brought by bulk asynchronous copies:
-one for each page in it, or for the part of a page when pages are longer. All slots are on their way before the first
-is used, and a slot is sent for again as soon as it has been used.
+one for each page in it, or for the part of a page when pages are longer. All buffers are on their way before the first
+is used, and a buffer is sent for again as soon as it has been used.
 """
 
 from collections.abc import Callable
@@ -42,13 +42,13 @@ class PageStream:
     arrived: Ref
 
     @staticmethod
-    def scratch(slots: int, page_size: int, lanes: int, dtype: jnp.dtype) -> list[Any]:
-        """The scratch memory of a stream with a ring of `slots` blocks [BLOCK, lanes]."""
+    def scratch(buffers: int, page_size: int, lanes: int, dtype: jnp.dtype) -> list[Any]:
+        """The scratch memory of a stream with a ring of `buffers` blocks [BLOCK, lanes]."""
         copies = BLOCK // min(page_size, BLOCK)
-        return [tiled((slots, BLOCK, lanes), dtype), plgpu.Barrier(num_arrivals=copies, num_barriers=slots)]
+        return [tiled((buffers, BLOCK, lanes), dtype), plgpu.Barrier(num_arrivals=copies, num_barriers=buffers)]
 
     @property
-    def slots(self) -> int:
+    def buffers(self) -> int:
         return self.ring.shape[0]
 
     @property
@@ -60,25 +60,25 @@ class PageStream:
         return jnp.minimum(self.first + self._share, self._blocks)
 
     def open(self) -> None:
-        """Sends for the first blocks, as many as there are slots. All page ids are read before any is waited for."""
-        ahead = [self._page_ids(self.first + slot) for slot in range(self.slots)]
-        for slot, page_ids in enumerate(ahead):
-            self._send(self.first + slot, slot, page_ids)
+        """Sends for the first blocks, as many as there are buffers. All page ids are read before any is waited for."""
+        ahead = [self._page_ids(self.first + buffer) for buffer in range(self.buffers)]
+        for buffer, page_ids in enumerate(ahead):
+            self._send(self.first + buffer, buffer, page_ids)
 
     def fold(self, step: Callable[[Scalar, Ref, Any], Any], state: Any) -> Any:
-        """Folds `step(block, slot, state) -> state` over the blocks; `slot` [BLOCK, lanes] is step's until it returns.
+        """Folds `step(block, buffer, state) -> state` over the blocks; the buffer is step's until it returns.
 
-        Tokens of a slot at or past the context hold anything. A step that reads or writes the slot otherwise than by
-        matrix instructions must end with `plgpu.commit_smem()`.
+        A buffer is [BLOCK, lanes]; its tokens at or past the context hold anything. A step that reads or writes it
+        otherwise than by matrix instructions calls `plgpu.commit_smem()` when it has.
         """
 
         def take(block, state):
             # Read now, used after the step, whose arithmetic hides the latency.
-            page_ids = self._page_ids(block + self.slots)
-            slot = lax.rem(block - self.first, self.slots)
-            plgpu.barrier_wait(self.arrived.at[slot])
-            state = step(block, self.ring.at[slot], state)
-            self._send(block + self.slots, slot, page_ids)
+            page_ids = self._page_ids(block + self.buffers)
+            buffer = lax.rem(block - self.first, self.buffers)
+            plgpu.barrier_wait(self.arrived.at[buffer])
+            state = step(block, self.ring.at[buffer], state)
+            self._send(block + self.buffers, buffer, page_ids)
             return state
 
         return lax.fori_loop(self.first, self.end, take, state)
@@ -106,7 +106,7 @@ class PageStream:
         columns = [jnp.minimum(lax.div(token, page_size), last) for token in self._chunks(block)]
         return [self.pages[row, column] + self.page_offset for column in columns]
 
-    def _send(self, block: Scalar, slot: Scalar, page_ids: list[Scalar]) -> None:
+    def _send(self, block: Scalar, buffer: Scalar, page_ids: list[Scalar]) -> None:
         """Starts the copies of a block, if it is one of this stream's."""
         page_size = self.pool.shape[2]
         tokens = min(page_size, BLOCK)
@@ -116,8 +116,8 @@ class PageStream:
             for index, (token, page) in enumerate(zip(self._chunks(block), page_ids, strict=True)):
                 plgpu.copy_gmem_to_smem(
                     self.pool.at[page, self.kv_head, pl.ds(lax.rem(token, page_size), tokens)],
-                    self.ring.at[slot, pl.ds(index * tokens, tokens)],
-                    self.arrived.at[slot],
+                    self.ring.at[buffer, pl.ds(index * tokens, tokens)],
+                    self.arrived.at[buffer],
                 )
 
 

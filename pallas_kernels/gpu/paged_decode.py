@@ -16,8 +16,8 @@ from pallas_kernels.gpu.page_stream import BLOCK
 from pallas_kernels.hardware import KIB, GpuFacts
 
 HOPPER = (9, 0)
-BLOCKS_PER_MULTIPROCESSOR = 2  # so that one computes while the other waits
-MAX_SLOTS = 4
+THREAD_BLOCKS_PER_MULTIPROCESSOR = 2  # so that one computes while the other waits
+MAX_BUFFERS = 4
 MAX_GRID = 65_535  # thread blocks along the grid's axes of queries and of splits
 RESERVED_BYTES = 5 * KIB  # of a thread block's shared memory: 1 KiB the driver's, the rest barriers and alignment
 
@@ -72,9 +72,11 @@ def paged_decode(
     else:
         other_bytes = tensor_core_decode.scratch_bytes(key_dim)
         decode = partial(tensor_core_decode.decode, out_dtype=jnp.float32 if splits > 1 else q.dtype)
-    slots = ring_slots(BLOCK * lanes * q.dtype.itemsize, other_bytes, facts)
+    buffers = ring_buffers(BLOCK * lanes * q.dtype.itemsize, other_bytes, facts)
     arrays = (q, pool, pages, row, context, page_offset)
-    out, log_total = decode(*arrays, value_dim=value_dim, scale=scale, splits=splits, slots=slots, interpret=interpret)
+    out, log_total = decode(
+        *arrays, value_dim=value_dim, scale=scale, splits=splits, buffers=buffers, interpret=interpret
+    )
     return merge_splits(out, log_total).astype(q.dtype)
 
 
@@ -90,18 +92,18 @@ def default_splits(
     _, tiles = tensor_core_decode.tiling(q_heads // kv_heads)
     unsplit = queries * (q_heads if q.dtype == jnp.float32 else kv_heads * tiles)
     most = -(-pages.shape[1] * page_size // BLOCK)
-    return max(1, min(BLOCKS_PER_MULTIPROCESSOR * facts.multiprocessors // unsplit, most))
+    return max(1, min(THREAD_BLOCKS_PER_MULTIPROCESSOR * facts.multiprocessors // unsplit, most))
 
 
-def ring_slots(slot_bytes: int, other_bytes: int, facts: GpuFacts) -> int:
-    """The depth of the ring: 2 to MAX_SLOTS, as shared memory allows, with two thread blocks a multiprocessor if it
+def ring_buffers(buffer_bytes: int, other_bytes: int, facts: GpuFacts) -> int:
+    """The depth of the ring: 2 to MAX_BUFFERS, as shared memory allows, with two thread blocks a multiprocessor if it
     can hold them. ValueError if it cannot hold one."""
-    for blocks in range(BLOCKS_PER_MULTIPROCESSOR, 0, -1):
-        slots = (facts.shared_memory_bytes // blocks - RESERVED_BYTES - other_bytes) // slot_bytes
-        if slots >= 2:
-            return min(slots, MAX_SLOTS)
+    for thread_blocks in range(THREAD_BLOCKS_PER_MULTIPROCESSOR, 0, -1):
+        buffers = (facts.shared_memory_bytes // thread_blocks - RESERVED_BYTES - other_bytes) // buffer_bytes
+        if buffers >= 2:
+            return min(buffers, MAX_BUFFERS)
     raise ValueError(
-        f"{slot_bytes=}, {other_bytes=}; a ring of two slots does not fit in {facts.shared_memory_bytes=} of "
+        f"{buffer_bytes=}, {other_bytes=}; a ring of two buffers does not fit in {facts.shared_memory_bytes=} of "
         f"{facts.name}: take smaller heads"
     )
 

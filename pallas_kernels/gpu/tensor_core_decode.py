@@ -32,7 +32,7 @@ def decode(
     value_dim: int,
     scale: float,
     splits: int,
-    slots: int,
+    buffers: int,
     out_dtype: Any,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> tuple[Float[Array, "splits queries q_heads value_dim"], Float[Array, "splits queries q_heads"]]:
@@ -60,9 +60,9 @@ def decode(
         stream.open()
         plgpu.barrier_wait(q_arrived)
 
-        def attend(block, slot, state):
-            keys = slot.at[:, pl.ds(0, key_dim)]
-            values = slot.at[:, pl.ds(key_dim, value_dim)]
+        def attend(block, buffer, state):
+            keys = buffer.at[:, pl.ds(0, key_dim)]
+            values = buffer.at[:, pl.ds(key_dim, value_dim)]
             _clear_past(block, seen, values)
             return _attend_block(block, seen, q_tile, keys, values, weights, scale * math.log2(math.e), state)
 
@@ -80,7 +80,7 @@ def decode(
         plgpu.copy_smem_to_gmem(log_tile.at[heads], log_total.at[split, query, tile])
         plgpu.wait_smem_to_gmem(0)
 
-    ring, arrived = PageStream.scratch(slots, page_size, lanes, pool.dtype)
+    ring, arrived = PageStream.scratch(buffers, page_size, lanes, pool.dtype)
     out, log_total = plgpu.kernel(
         body,
         out_type=[

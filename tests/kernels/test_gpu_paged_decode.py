@@ -105,12 +105,12 @@ def test_a_missing_fence_is_noticed(monkeypatch, case):
 
 
 @BOTH
-def test_a_slot_sent_for_too_early_is_noticed(monkeypatch, case):
+def test_a_buffer_sent_for_too_early_is_noticed(monkeypatch, case):
     send = PageStream._send
 
-    def send_again(self, block, slot, page_ids):
-        send(self, block, slot, page_ids)
-        send(self, block, (slot + 1) % self.slots, page_ids)
+    def send_again(self, block, buffer, page_ids):
+        send(self, block, buffer, page_ids)
+        send(self, block, (buffer + 1) % self.buffers, page_ids)
 
     monkeypatch.setattr(PageStream, "_send", send_again)
     with pytest.raises(RaceFoundError):
@@ -178,16 +178,16 @@ def test_only_bfloat16_goes_through_matrix_instructions(dtype, products):
 
 
 @pytest.mark.parametrize(
-    ("slot_bytes", "other_bytes", "slots"),
+    ("buffer_bytes", "other_bytes", "buffers"),
     [(32 * KIB, 25 * KIB, 2), (16 * KIB, 16 * KIB, 4), (64 * KIB, 1 * KIB, 3), (110 * KIB, 1 * KIB, 2)],
 )
-def test_the_ring_fits_twice_a_multiprocessor_or_else_once(slot_bytes, other_bytes, slots):
-    assert kernel.ring_slots(slot_bytes, other_bytes, H100) == slots
+def test_the_ring_fits_twice_a_multiprocessor_or_else_once(buffer_bytes, other_bytes, buffers):
+    assert kernel.ring_buffers(buffer_bytes, other_bytes, H100) == buffers
 
 
 def test_a_ring_that_does_not_fit_is_refused():
-    with pytest.raises(ValueError, match=r"slot_bytes=122880.*h100: take smaller heads"):
-        kernel.ring_slots(120 * KIB, 0, H100)
+    with pytest.raises(ValueError, match=r"buffer_bytes=122880.*h100: take smaller heads"):
+        kernel.ring_buffers(120 * KIB, 0, H100)
 
 
 @pytest.mark.parametrize(
