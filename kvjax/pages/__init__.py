@@ -1,9 +1,9 @@
 """Who owns a page: the table, its transitions and invariants.  Not one K/V byte here."""
 
 from kvjax.pages.epochs import AdvanceInfo, advance
+from kvjax.pages.grow import Info, PageCopy, ReserveInfo, commit, pages_needed, reserve
 from kvjax.pages.invariants import check_invariants
 from kvjax.pages.pins import PinInfo, pin, unpin
-from kvjax.pages.reserve import Info, PageCopy, ReserveInfo, commit, pages_needed, reserve
 from kvjax.pages.share import adopt, fork, reorder
 from kvjax.pages.shrink import release, truncate
 from kvjax.pages.status import Fault, PageTableError, Status, raise_for_status

@@ -10,9 +10,9 @@ from jax import lax
 from jaxtyping import Array, Bool, Int32
 
 from kvjax.packing import pack_rows
+from kvjax.pages.grow import Info
 from kvjax.pages.holders import any_fault, change_holders
 from kvjax.pages.mapping import read_entries, within_bound
-from kvjax.pages.reserve import Info
 from kvjax.pages.status import Fault, Status
 from kvjax.pages.table import GroupPages, PageTable, pages_for
 

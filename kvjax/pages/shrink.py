@@ -7,8 +7,8 @@ from dataclasses import replace
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
+from kvjax.pages.grow import Info
 from kvjax.pages.mapping import unmap, within_bound
-from kvjax.pages.reserve import Info
 from kvjax.pages.status import Status
 from kvjax.pages.table import PageTable, pages_for
 

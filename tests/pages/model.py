@@ -303,20 +303,17 @@ class Model:
         return Status.OK if valid else Status.STALE
 
 
-def jitted(operations: Any = pages) -> dict[str, Any]:
-    """The transitions, jitted; `operations` may be a broken twin."""
-    static = {
-        "reserve": ("max_tokens",),
-        "pages_needed": ("max_tokens",),
-        "truncate": ("max_pages",),
-        "release": ("max_pages",),
-        "fork": ("max_pages",),
-        "reorder": ("max_pages",),
-        "adopt": ("max_pages",),
-    }
-    names = ("reserve", "pages_needed", "commit", "truncate", "release", "fork", "reorder", "adopt", "pin", "unpin")
+def jitted() -> dict[str, Any]:
+    """The transitions as they are now, jitted afresh: a function patched for a test is traced, not remembered."""
+
+    def fresh(name: str, *static: str) -> Any:
+        return jax.jit(lambda *args, **kwargs: getattr(pages, name)(*args, **kwargs), static_argnames=static)
+
+    bounded = ("truncate", "release", "fork", "reorder", "adopt")
     return {
-        name: jax.jit(getattr(operations, name), static_argnames=static.get(name, ())) for name in (*names, "advance")
+        **{name: fresh(name) for name in ("commit", "pin", "unpin", "advance")},
+        **{name: fresh(name, "max_tokens") for name in ("reserve", "pages_needed")},
+        **{name: fresh(name, "max_pages") for name in bounded},
     }
 
 
