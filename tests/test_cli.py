@@ -226,6 +226,13 @@ def test_models_that_cannot_be_loaded_are_named(run, tmp_path):
     assert "num_attention_heads" in err[0]
 
 
+def test_a_missing_package_says_what_to_install(run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "kvjax.models.gguf", None)
+    monkeypatch.delitem(sys.modules, "kvjax.models.smollm2", raising=False)
+    status, _, err = run("generate", "--prompt", "the")
+    assert (status, len(err)) == (1, 1) and "pip install 'kvjax[demo]'" in err[0]
+
+
 def test_sizes_that_no_cache_can_have_are_one_line(run, tiny):
     status, out, err = run("generate", "--prompt", "the", "--num-pages", 2**31)
     assert (status, out, len(err)) == (1, [], 1) and "num_pages=2147483648" in err[0]

@@ -104,13 +104,13 @@ def load_model(name: str) -> LoadedModel:
     Raises:
       CommandError: it cannot be found or read, or a package it needs is missing.
     """
-    try:
-        from kvjax.models import ModelError, load
-    except ModuleNotFoundError as error:
-        raise CommandError(f"running models needs {error.name}: pip install 'kvjax[demo]'") from error
+    from kvjax.models import load
+
     try:
         return load(name)
-    except (ModelError, OSError) as error:
+    except ModuleNotFoundError as error:
+        raise CommandError(f"running models needs {error.name}: pip install 'kvjax[demo]'") from error
+    except (ValueError, OSError) as error:
         raise CommandError(f"--model {one_line(error)}") from error
 
 

@@ -7,7 +7,7 @@ So admission, preemption and fragmentation are one arithmetic for both.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
@@ -17,6 +17,7 @@ from kvjax.contiguous import ContiguousCache
 from kvjax.spec import CacheSpec
 
 
+@runtime_checkable
 class Backing(Protocol):
     """How an engine makes a cache, and what it needs to know of its pages.
 
@@ -100,4 +101,4 @@ class ContiguousBacking:
         return cache
 
     def free(self, cache: ContiguousCache) -> Int32[Array, ""]:
-        return jnp.sum(cache.reserved == 0)
+        return jnp.sum(cache.reserved == 0, dtype=jnp.int32)

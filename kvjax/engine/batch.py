@@ -1,11 +1,12 @@
-"""Packs what the scheduler planned into the arrays that the steps take.  NumPy only; nothing here touches a device."""
+"""Packs what the scheduler planned into the arrays that the steps take."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Ordered
-from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
 from kvjax.engine.request import MAX_EOS
 from kvjax.engine.sampling import Sampler
@@ -18,24 +19,24 @@ NO_EOS = -1
 
 def make_feed(shares: Ordered[Share], *, rows: int, bucket: int) -> Feed:
     """The tokens of every share, packed into `bucket` places."""
-    tokens: Any = np.zeros(bucket, np.int32)
-    start: Any = np.zeros(rows, np.int32)
-    count: Any = np.zeros(rows, np.int32)
+    tokens = np.zeros(bucket, np.int32)
+    start, count = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
     place = 0
     for share in shares:
         sequence = share.sequence
         start[sequence.row], count[sequence.row] = place, share.count
         tokens[place : place + share.count] = sequence.tokens[sequence.computed : sequence.computed + share.count]
         place += share.count
-    return Feed(tokens, start, count, _order([share.sequence for share in shares], rows))
+    order = _order([share.sequence for share in shares], rows)
+    return Feed(jnp.asarray(tokens), jnp.asarray(start), jnp.asarray(count), order)
 
 
 def make_slots(generations: Ordered[Generation], *, rows: int, number: int) -> Slots:
     """One slot a generation, filled up with padding to `number`."""
     requests = [generation.request for generation in generations]
 
-    def column(values: list, dtype: type, padding: float = 0) -> Any:
-        return np.array(values + [padding] * (number - len(values)), dtype)
+    def column(values: list, dtype: type, padding: int = 0) -> Array:
+        return jnp.asarray(np.array(values + [padding] * (number - len(values)), dtype))
 
     return Slots(
         row=column([generation.row for generation in generations], np.int32, rows),
@@ -50,20 +51,24 @@ def make_slots(generations: Ordered[Generation], *, rows: int, number: int) -> S
 
 def make_decode(generations: Ordered[Generation], *, rows: int, number: int, steps: int, yield_early: bool) -> Decode:
     """Where each generation of a burst stands; all have exactly one pending token."""
-    token: Any = np.zeros(number, np.int32)
-    limit: Any = np.zeros(number, np.int32)
-    eos: Any = np.full((number, MAX_EOS), NO_EOS, np.int32)
+    token, limit = np.zeros(number, np.int32), np.zeros(number, np.int32)
+    eos = np.full((number, MAX_EOS), NO_EOS, np.int32)
     for slot, generation in enumerate(generations):
         token[slot], limit[slot] = generation.tokens[-1], generation.remaining
         eos[slot, : len(generation.request.eos)] = generation.request.eos
-    length: Any = np.int32(steps)
-    early: Any = np.bool_(yield_early)
-    return Decode(token, limit, eos, _order(generations, rows), length, early)
+    return Decode(
+        token=jnp.asarray(token),
+        limit=jnp.asarray(limit),
+        eos=jnp.asarray(eos),
+        order=_order(generations, rows),
+        steps=jnp.asarray(steps, jnp.int32),
+        yield_early=jnp.asarray(yield_early, jnp.bool_),
+    )
 
 
-def _order(sequences: Ordered[Sequence], rows: int) -> Any:
+def _order(sequences: Ordered[Sequence], rows: int) -> Array:
     """Priority of each row.  Only ranks are passed on: orders grow without end, 32 bits do not."""
     order = np.full(rows, rows, np.int32)
     for rank, sequence in enumerate(sorted(sequences, key=lambda one: one.order)):
         order[sequence.row] = rank
-    return order
+    return jnp.asarray(order)

@@ -161,7 +161,7 @@ def decode_burst(
             margins=report.margins.at[step].set(margin),
             produced=produced,
             copies=report.copies + grant.copies,
-            free=backing.free(cache).astype(jnp.int32),
+            free=backing.free(cache),
         )
         return step + 1, live & ~(served & ended), jnp.where(served, token, last), report, cache
 

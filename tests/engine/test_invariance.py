@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 
 from kvjax.engine import Backing, Request
@@ -96,6 +97,28 @@ def test_company_changes_no_token():
 def test_order_of_arrival_changes_no_token():
     results = serve(SHARING.engine(), greedy(PROMPTS[::-1]))
     assert_expected(results, "reversed")
+
+
+def test_a_long_day_of_joining_and_cancelling_at_random():
+    engine = SHARING.engine()
+    draw = np.random.default_rng(5)
+    prompts = (*PROMPTS, *(prompt[21:] for prompt in PROMPTS), PROMPTS[5][21:] * 2)  # the last needs the whole pool
+    live: set[int] = set()
+    for step in range(300):
+        if draw.random() < (0.5 if step % 100 < 60 else 0.05):
+            prompt = prompts[draw.integers(len(prompts))]
+            live.add(engine.submit(Request(prompt, max_new_tokens=int(draw.integers(1, 40)))))
+        if live and draw.random() < 0.05:
+            engine.cancel(int(draw.choice(sorted(live))))
+        live -= {event.id for event in engine.step() if event.result is not None}
+    results = engine.run()
+    finished = engine.metrics().finished
+    assert len(results) > 50 and finished["cancelled"] > 5 and set(finished) == {"length", "cancelled"}
+    assert engine.metrics().preemptions > 20 and engine.metrics().prefixes_dropped > 0
+    assert_same_tokens(results, "a long day")
+    assert all(len(one.tokens) == one.request.max_new_tokens for one in results if one.finish_reason == "length")
+    assert check_invariants(engine._runner.cache.table) == []
+    assert engine._runner.free in (9, 7)  # the prefix may be resident
 
 
 def test_sampled_tokens_depend_on_the_request_alone():
