@@ -29,6 +29,13 @@ from kvjax.pages import GroupShape, PageTable
 ROWS = flags.DEFINE_list("rows", ["256", "1024"], "Row counts to measure.")
 PAGES = flags.DEFINE_list("pages", [str(1 << 14), str(1 << 22)], "Pool sizes in pages, compared with one another.")
 PAGE_SIZE = flags.DEFINE_integer("page_size", 16, "Token positions a page.", lower_bound=1)
+MAX_CONTEXT = flags.DEFINE_integer(
+    "max_context",
+    131072,
+    "Positions a row may hold. XLA on CPU compiles a loop over small arrays into one function, about twice as fast; "
+    "a table for contexts as short as the measurement is that small in small pools only.",
+    lower_bound=1,
+)
 STEPS = flags.DEFINE_integer("steps", 200, "Steps in one timed scan.", lower_bound=1)
 REPEATS = flags.DEFINE_integer("repeats", 15, "Timed scans; the median is reported.", lower_bound=1)
 JSON = flags.DEFINE_string("json", None, "Also write the figures to this file.")
@@ -54,11 +61,11 @@ def staggered_table(rows: int, num_pages: int, page_size: int, width: int) -> Pa
 class Subject:
     """One pool size, compiled and ready."""
 
-    def __init__(self, rows: int, num_pages: int, page_size: int, steps: int) -> None:
+    def __init__(self, rows: int, num_pages: int, page_size: int, width: int, steps: int) -> None:
         self.num_pages = num_pages
         self.steps = steps
         self.tokens = jnp.ones(rows, jnp.int32)
-        self.start = staggered_table(rows, num_pages, page_size, -(-steps // page_size) + 1)
+        self.start = staggered_table(rows, num_pages, page_size, width)
         self.scan = self._compile(lambda table, tokens: jax.lax.scan(lambda t, _: step(t, tokens), table, None, steps))
         self.single = self._compile(step)
         memory = self.scan.memory_analysis()
@@ -98,9 +105,11 @@ class Subject:
             raise RuntimeError(f"the table is unsound after the measured steps: {broken}")
 
 
-def measure(rows: int, pools: Sequence[int], page_size: int, steps: int, repeats: int) -> list[dict[str, Any]]:
+def measure(
+    rows: int, pools: Sequence[int], page_size: int, width: int, steps: int, repeats: int
+) -> list[dict[str, Any]]:
     """One record a pool size."""
-    subjects = [Subject(rows, num_pages, page_size, steps) for num_pages in pools]
+    subjects = [Subject(rows, num_pages, page_size, width, steps) for num_pages in pools]
     scans: list[list[float]] = [[] for _ in subjects]
     singles: list[list[float]] = [[] for _ in subjects]
     for repeat in range(repeats + 1):  # the first round warms up
@@ -136,7 +145,8 @@ def main(argv: Sequence[str]) -> None:
     )
     records = []
     for rows in map(int, ROWS.value):
-        group = measure(rows, [int(pool) for pool in PAGES.value], PAGE_SIZE.value, STEPS.value, REPEATS.value)
+        width = -(-MAX_CONTEXT.value // PAGE_SIZE.value)
+        group = measure(rows, [int(pool) for pool in PAGES.value], PAGE_SIZE.value, width, STEPS.value, REPEATS.value)
         for record in group:
             record["scan_ratio"] = record["scan_us"] / group[0]["scan_us"]
             record["dispatched_ratio"] = record["dispatched_us"] / group[0]["dispatched_us"]
@@ -154,6 +164,7 @@ def main(argv: Sequence[str]) -> None:
             "jaxlib": jaxlib.__version__,
             "command": sys.argv,
             "page_size": PAGE_SIZE.value,
+            "max_context": MAX_CONTEXT.value,
             "steps": STEPS.value,
             "repeats": REPEATS.value,
             "records": records,
