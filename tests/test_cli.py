@@ -301,6 +301,12 @@ def test_a_demo_whose_caches_disagree_fails(run, tiny, tmp_path, monkeypatch):
     assert status == 1 and out[-1].startswith("DIFFERENT: ") and not report["comparison"]["equal"]
 
 
+def test_a_demo_on_a_pool_that_cannot_hold_its_system_prompt_says_so(run, tiny, tmp_path):
+    flags = ("--png", tmp_path / "map.png", "--json", tmp_path / "figures.json", "--num-pages", 2)
+    status, _, err = run("demo", *flags)
+    assert status == 1 and len(err) == 1 and "does not fit the cache of 2 pages" in err[0]
+
+
 def test_a_demo_that_cannot_write_says_where(run, tiny, tmp_path):
     (tmp_path / "file").write_text("")
     status, _, err = run("demo", "--png", tmp_path / "file" / "map.png", "--json", tmp_path / "figures.json")

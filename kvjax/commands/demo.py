@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import sys
 from collections.abc import Sequence
@@ -16,9 +15,17 @@ import jaxlib
 from kvjax.commands.compare import NARROW_MARGIN, Comparison, compare
 from kvjax.commands.demo_prompts import QUESTIONS, SYSTEM
 from kvjax.commands.errors import CommandError
-from kvjax.commands.options import add_cache_flags, add_model_flag, choose_backing, load_model, make_engine, one_line
+from kvjax.commands.options import (
+    add_cache_flags,
+    add_model_flag,
+    changed,
+    choose_backing,
+    load_model,
+    make_engine,
+    one_line,
+)
 from kvjax.commands.table import metrics_table
-from kvjax.engine import Event, Metrics, PageMap, Request, Result
+from kvjax.engine import Event, Metrics, PageMap, Request, Result, finite
 
 if TYPE_CHECKING:
     from kvjax.models import LoadedModel
@@ -56,16 +63,17 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    for name in (options.png, options.json):
+    for name in (options.png, options.json) if options.cache == "paged" else (options.json,):
         _write(name, lambda path: path.touch())  # now rather than after two minutes of work
     loaded = load_model(options.model)
     prompts = _tokenise(loaded)
     page_map = PageMap() if options.cache == "paged" else None
+    if options.cache == "paged" and options.num_pages is None:
+        options = changed(options, num_pages=_tight_pool(options.page_size, prompts))
     served, metrics = _serve(options, loaded, prompts, cancelling=True, page_map=page_map)
     other = "contiguous" if options.cache == "paged" else "paged"
-    alone = copy.copy(options)
-    alone.cache, alone.num_pages = other, None
-    expected, other_metrics = _serve(alone, loaded, prompts, cancelling=False, page_map=None)
+    undisturbed = changed(options, cache=other, num_pages=None)
+    expected, other_metrics = _serve(undisturbed, loaded, prompts, cancelling=False, page_map=None)
     comparison = compare(served, expected)
 
     _print_answers(served)
@@ -110,12 +118,12 @@ def _serve(
     from tqdm import tqdm
 
     prefix = _common_prefix(prompts)
-    needs = [len(prompt) + question.max_new_tokens for prompt, question in zip(prompts, QUESTIONS, strict=True)]
-    if options.cache == "paged" and options.num_pages is None and cancelling:
-        options.num_pages = _tight_pool(options.page_size, len(prefix), needs)
-    backing = choose_backing(options, needs=[*needs, len(prefix)], max_context=loaded.model.max_context)
+    backing = choose_backing(options, needs=[*_needs(prompts), len(prefix)], max_context=loaded.model.max_context)
     engine = make_engine(options, loaded, backing, smallest_bucket=16, page_map=page_map)
-    engine.add_prefix(prefix)
+    try:
+        engine.add_prefix(prefix)
+    except ValueError as error:
+        raise CommandError(one_line(error)) from error
     for prompt, question in zip(prompts, QUESTIONS, strict=True):
         engine.submit(Request(prompt, max_new_tokens=question.max_new_tokens, eos=loaded.eos))
 
@@ -144,9 +152,15 @@ def _common_prefix(prompts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     return shortest[: next(differs, len(shortest))]
 
 
-def _tight_pool(page_size: int, prefix: int, needs: Sequence[int]) -> int:
-    shared = prefix // page_size
-    own = [-(-need // page_size) - shared for need in needs]
+def _needs(prompts: Sequence[tuple[int, ...]]) -> list[int]:
+    """The most tokens each request can come to hold."""
+    return [len(prompt) + question.max_new_tokens for prompt, question in zip(prompts, QUESTIONS, strict=True)]
+
+
+def _tight_pool(page_size: int, prompts: Sequence[tuple[int, ...]]) -> int:
+    """Pages for a part of what all requests would fill, but enough for any one of them."""
+    shared = len(_common_prefix(prompts)) // page_size
+    own = [-(-need // page_size) - shared for need in _needs(prompts)]
     return max(shared + max(own) + 1, int(POOL_SHARE * (shared + 1 + sum(own))))
 
 
@@ -171,7 +185,7 @@ def _report(
             "equal": comparison.equal,
             "excused": comparison.excused,
             "divergences": [
-                {"request": one.request, "step": one.step, "margin": one.margin, "excused": one.excused}
+                {"request": one.request, "step": one.step, "margin": finite(one.margin), "excused": one.excused}
                 for one in comparison.divergences
             ],
         },

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from kvjax.commands.options import (
     add_cache_flags,
     add_model_flag,
+    changed,
     choose_backing,
     load_model,
     make_engine,
@@ -133,7 +134,7 @@ def _serve(
     """A result for each prompt, in order."""
     if not prompts:
         return []
-    options.max_seqs = min(options.max_seqs, len(prompts))
+    options = changed(options, max_seqs=min(options.max_seqs, len(prompts)))
     needs = [len(prompt) + options.max_new_tokens for prompt in prompts]
     backing = choose_backing(options, needs=needs, max_context=loaded.model.max_context)
     engine = make_engine(options, loaded, backing, max_prefixes=0)

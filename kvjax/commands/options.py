@@ -155,6 +155,11 @@ def make_engine(options: argparse.Namespace, loaded: LoadedModel, backing: Backi
         raise CommandError(f"the cache cannot be made: {one_line(error)}") from error
 
 
+def changed(options: argparse.Namespace, **changes: Any) -> argparse.Namespace:
+    """The same options but for `changes`."""
+    return argparse.Namespace(**(vars(options) | changes))
+
+
 def one_line(error: object) -> str:
     """A message without line breaks."""
     return " ".join(str(error).split())

@@ -2,7 +2,7 @@
 
 from kvjax.engine.backing import Backing, ContiguousBacking, PagedBacking
 from kvjax.engine.engine import Engine
-from kvjax.engine.metrics import Distribution, Metrics
+from kvjax.engine.metrics import Distribution, Metrics, finite
 from kvjax.engine.pagemap import PageMap
 from kvjax.engine.request import Event, FinishReason, Request, Result
 
@@ -18,4 +18,5 @@ __all__ = [
     "PagedBacking",
     "Request",
     "Result",
+    "finite",
 ]

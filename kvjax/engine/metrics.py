@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -73,7 +74,13 @@ class Metrics:
     copies_on_write: int
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        """Plain values for `json.dumps`; null where there is no number."""
+        return asdict(self, dict_factory=lambda pairs: {name: finite(value) for name, value in pairs})
+
+
+def finite(value: Any) -> Any:
+    """The value; None for NaN and infinities, which JSON does not have."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @dataclass(slots=True)

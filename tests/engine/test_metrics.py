@@ -36,6 +36,7 @@ def test_nothing_served_is_no_division_by_zero():
     metrics = Recorder(num_pages=1, page_size=1, bytes_per_token=1).summary(compile_seconds=0.0)
     assert math.isnan(metrics.tokens_per_second) and math.isnan(metrics.ttft_seconds.p99)
     assert metrics.fragmentation == 0
+    assert metrics.to_json()["ttft_seconds"] == {"mean": None, "p50": None, "p99": None}
 
 
 def test_figures_of_a_run():
