@@ -6,13 +6,12 @@ from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Int32
 
 from kvjax.packing import pack_rows
-from kvjax.pages.holders import any_fault, take_pages
+from kvjax.pages.holders import take_pages
 from kvjax.pages.plan import GroupPlan, plan_reserve
-from kvjax.pages.status import Fault, Status
+from kvjax.pages.status import Status
 from kvjax.pages.table import GroupPages, PageTable
 
 
@@ -125,14 +124,11 @@ def _map_pages(
     target = jnp.where(plan.copy, ids.at[first_taken].get(mode="clip"), group.num_pages)
     source = jnp.where(plan.copy, plan.tail, group.num_pages)
 
-    # The replaced tails keep another holder, so they never reach zero here.
-    left = group.refcount.at[source].get(mode="fill", fill_value=2)
-    left, refcount = lax.optimization_barrier((left, group.refcount))
-    refcount = refcount.at[source].add(-1, mode="drop")
     group = replace(
         group,
         pages=group.pages.at[row, logical % group.width].set(ids, mode="drop"),
-        refcount=refcount,
+        # Only pages with two holders or more are replaced, and one of them stays: none reaches zero here.
+        refcount=group.refcount.at[source].add(-1, mode="drop"),
         end=group.end + plan.fresh,
     )
-    return group, PageCopy(source, target), faults | any_fault(left < 2, Fault.UNDERFLOW)
+    return group, PageCopy(source, target), faults
