@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int32
 
+from pallas_kernels.arguments import check_decode_arguments
 from pallas_kernels.gpu import float32_decode, tensor_core_decode
 from pallas_kernels.gpu.page_stream import BLOCK
 from pallas_kernels.hardware import KIB, GpuFacts
@@ -136,31 +137,8 @@ def check_arguments(
         raise NotImplementedError(
             f"{facts.name} has {facts.compute_capability=}; this kernel is for Hopper {HOPPER}: use the XLA path"
         )
-    if q.ndim != 3 or pool.ndim != 4 or pages.ndim != 2:
-        raise ValueError(
-            f"{q.shape=}, {pool.shape=}, {pages.shape=}; pass q [queries, q_heads, key_dim], "
-            "pool [total_pages, kv_heads, page_size, lanes] and pages [rows, width]"
-        )
-    queries, q_heads, key_dim = q.shape
-    _, kv_heads, page_size, lanes = pool.shape
-    if 0 in (*q.shape, *pool.shape, *pages.shape):
-        raise ValueError(f"{q.shape=}, {pool.shape=}, {pages.shape=}; no dimension may be 0: do not call the kernel")
-    if q.dtype not in (jnp.bfloat16, jnp.float32) or pool.dtype != q.dtype:
-        raise ValueError(f"{q.dtype=}, {pool.dtype=}; both must be bfloat16, or both float32: cast q")
-    for name, array in (("pages", pages), ("row", row), ("context", context)):
-        if array.dtype != jnp.int32:
-            raise ValueError(f"{name}.dtype={array.dtype}; cast it to int32")
-    if row.shape != (queries,) or context.shape != (queries,):
-        raise ValueError(f"{row.shape=}, {context.shape=}; both must have one entry for each of {queries=}")
-    if q_heads % kv_heads:
-        raise ValueError(f"{q_heads=} is not a multiple of {kv_heads=}; repeat KV heads or pad query heads")
-    if key_dim not in (64, 128) or value_dim not in (64, 128):
-        raise ValueError(f"{key_dim=}, {value_dim=}; heads of 64 or 128 are supported: pad them, or use the XLA path")
-    if lanes != key_dim + value_dim:
-        raise ValueError(f"{lanes=} of the pool; on GPU it must be {key_dim=} + {value_dim=}: lay the pool out so")
-    if page_size not in (16, 32, 64, 128):
-        raise ValueError(f"{page_size=}; make pages of 16, 32, 64 or 128 tokens")
+    check_decode_arguments(q, pool, pages, row, context, value_dim=value_dim, lane_multiple=1)
     if splits is not None and not 1 <= splits <= MAX_GRID:
         raise ValueError(f"{splits=}; choose at least 1 and at most {MAX_GRID}, or None")
-    if queries > MAX_GRID:
+    if (queries := len(q)) > MAX_GRID:
         raise ValueError(f"{queries=}; a launch takes {MAX_GRID}: split the queries over several calls")

@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int32
 
+from pallas_kernels.arguments import check_decode_arguments
 from pallas_kernels.hardware import TpuFacts
 from pallas_kernels.tpu.page_stream import SLICE, PageStream, Ref, Scalar
 
@@ -115,32 +116,8 @@ def check_arguments(
     pages_per_block: int | None = None,
 ) -> None:
     """Raises ValueError, saying what to change, unless `paged_decode` takes arguments of these shapes and dtypes."""
-    if q.ndim != 3 or pool.ndim != 4 or pages.ndim != 2:
-        raise ValueError(
-            f"{q.shape=}, {pool.shape=}, {pages.shape=}; pass q [queries, q_heads, key_dim], "
-            "pool [total_pages, kv_heads, page_size, lanes] and pages [rows, width]"
-        )
-    queries, q_heads, key_dim = q.shape
-    _, kv_heads, page_size, lanes = pool.shape
-    if 0 in (*q.shape, *pool.shape, *pages.shape):
-        raise ValueError(f"{q.shape=}, {pool.shape=}, {pages.shape=}; no dimension may be 0: do not call the kernel")
-    if q.dtype not in (jnp.bfloat16, jnp.float32) or pool.dtype != q.dtype:
-        raise ValueError(f"{q.dtype=}, {pool.dtype=}; both must be bfloat16, or both float32: cast q")
-    for name, array in (("pages", pages), ("row", row), ("context", context)):
-        if array.dtype != jnp.int32:
-            raise ValueError(f"{name}.dtype={array.dtype}; cast it to int32")
-    if row.shape != (queries,) or context.shape != (queries,):
-        raise ValueError(f"{row.shape=}, {context.shape=}; both must have one entry for each of {queries=}")
-    if q_heads % kv_heads:
-        raise ValueError(f"{q_heads=} is not a multiple of {kv_heads=}; repeat KV heads or pad query heads")
-    if key_dim not in (64, 128) or value_dim not in (64, 128):
-        raise ValueError(f"{key_dim=}, {value_dim=}; heads of 64 or 128 are supported: pad them, or use the XLA path")
-    if lanes != (expected := _round_up(key_dim + value_dim, LANES)):
-        raise ValueError(
-            f"{lanes=} of the pool; {key_dim=} and {value_dim=} need {expected} on TPU: lay the pool out so"
-        )
-    if page_size not in (16, 32, 64, 128):
-        raise ValueError(f"{page_size=}; make pages of 16, 32, 64 or 128 tokens")
+    check_decode_arguments(q, pool, pages, row, context, value_dim=value_dim, lane_multiple=LANES)
+    queries = q.shape[0]
     if pages_per_block is not None and pages_per_block not in (1, 2, 4, 8, 16, 32, 64, 128):
         raise ValueError(f"{pages_per_block=}; choose a power of two from 1 to {SLICE}, or None")
     ring_bytes = RING_BLOCKS * (pages_per_block or 1) * _page_bytes(pool)

@@ -228,7 +228,7 @@ GOOD = {
         ({"q": ((4, 9, 64), jnp.float32)}, "q_heads=9 is not a multiple of kv_heads=2"),
         ({"q": ((4, 8, 80), jnp.float32)}, "key_dim=80.*64 or 128"),
         ({"value_dim": 96}, "value_dim=96.*64 or 128"),
-        ({"value_dim": 128}, r"lanes=128 of the pool.*key_dim=64 \+ value_dim=128"),
+        ({"value_dim": 128}, "lanes=128 of the pool.*need 192"),
         ({"pool": ((10, 2, 24, 128), jnp.float32)}, "page_size=24.*16, 32, 64 or 128"),
         ({"splits": 0}, "splits=0; choose at least 1"),
         (
