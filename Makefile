@@ -1,6 +1,7 @@
 # make demo      set up and serve sixteen prompts with a real model
 # make test      set up, lint, check types, run the tests and the compile gates
 # make lint      ruff and mypy
+# make fuzz      a million random page-table transitions against the plain model
 # make aot-tpu   compile the kernels and the cache calls with the TPU compiler, without a TPU
 # make aot-gpu   the same with the GPU compiler, without a GPU
 # make clean     remove everything that these made
@@ -22,7 +23,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet install
 # Tests and compile gates need no accelerator; `make demo` uses what there is.
 test pytest in-place aot-tpu aot-gpu: export JAX_PLATFORMS := cpu
 
-.PHONY: help demo test lint pytest in-place aot-tpu aot-gpu clean
+.PHONY: help demo test lint pytest fuzz in-place aot-tpu aot-gpu clean
 
 help:
 	@sed -n '/^# make/s/^# //p' Makefile
@@ -40,6 +41,9 @@ lint: $(VENV)/.installed
 
 pytest: $(VENV)/.installed
 	$(BIN)/python -m pytest
+
+fuzz: $(VENV)/.installed
+	$(BIN)/python -m tests.pages.fuzz
 
 in-place: $(VENV)/.installed
 	$(BIN)/python -m tests.compile.in_place cpu
