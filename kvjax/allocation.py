@@ -13,11 +13,12 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from kvjax import pages
 from kvjax.attention.paged import Backend, choose_backend
 from kvjax.cache import KVCache
+from kvjax.inputs import INT32_MAX, static_size
 from kvjax.layout import TPU_LANES, PageLayout, PoolLayout, canonical_layout
 from kvjax.pages import GroupShape
 from kvjax.spec import CacheSpec
 from kvjax.storage import Pool
-from pallas_kernels.hardware import TpuFacts
+from pallas_kernels.hardware import GpuFacts, TpuFacts
 
 
 def init(
@@ -39,8 +40,8 @@ def init(
       rows: sequences that can be live at once.
       num_pages: pages of each group's pool (one number for all, or one a group).
       page_size: token positions a page, likewise.
-      max_context: the most positions a row may hold; rounded up to whole pages.
-      max_epochs: steps that may be in flight between `advance` calls; a power of two.
+      max_context: the most positions a row may hold; rounded up to whole pages (on TPU, to 128 pages).
+      max_epochs: see `pages.make_page_table`.
       backend: which code attends: "xla", or the facts of a chip from `pallas_kernels.hardware`; None asks the device.
       mesh: devices to spread the pools over.  Aliasing under donation needs shardings from the start.
       shardings: how a pool `[layers · pages, heads, page_size, lanes]` lies on the mesh; heads over its last axis if
@@ -48,27 +49,28 @@ def init(
 
     Raises:
       ValueError: a size below 1, or sizes that do not fit 32-bit positions, or heads the mesh does not divide.
-      NotImplementedError: sliding-window groups, or kernels over a mesh; the message says what to use instead.
+      NotImplementedError: sliding-window groups, what the chosen kernels do not take, or kernels over a mesh; the
+        message says what to use instead.
     """
-    groups = len(spec.groups)
-    num_pages = (num_pages,) * groups if isinstance(num_pages, int) else tuple(num_pages)
-    page_size = (page_size,) * groups if isinstance(page_size, int) else tuple(page_size)
-    if len(num_pages) != groups or len(page_size) != groups:
-        raise ValueError(f"{num_pages=} and {page_size=} must be one number, or one for each of {groups} groups")
-    if max_context < 1 or min(page_size) < 1:
-        raise ValueError(f"{max_context=} and {page_size=} must be at least 1")
-    for group in spec.groups:
+    num_pages = _one_a_group("num_pages", num_pages, spec)
+    page_size = _one_a_group("page_size", page_size, spec)
+    max_context = static_size("max_context", max_context)
+    for group, number in zip(spec.groups, num_pages, strict=True):
         if group.window is not None:
             raise NotImplementedError(
                 f"group {group.name!r} has window={group.window}: pages behind a window are not dropped yet; "
                 "leave window=None while contexts stay within it"
             )
-    if backend is None:
-        device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
-        backend = choose_backend(device.platform, device.device_kind)
+        if len(group.layers) * number > INT32_MAX:
+            raise ValueError(
+                f"num_pages={number} × {len(group.layers)} layers exceeds {INT32_MAX}: page ids are 32 bits"
+            )
+    backend = _backend_of(mesh) if backend is None else backend
     on_tpu = isinstance(backend, TpuFacts)
-    if mesh is not None and backend != "xla":
-        raise NotImplementedError('the kernels do not run over a mesh yet; pass backend="xla"')
+    if backend != "xla":
+        _check_kernels(backend, spec, page_size)
+        if mesh is not None:
+            raise NotImplementedError('the kernels do not run over a mesh yet; pass backend="xla"')
 
     layouts = tuple(
         canonical_layout(group, size, lane_multiple=TPU_LANES if on_tpu else 1)
@@ -85,6 +87,37 @@ def init(
             raise ValueError(f"{shardings=} needs a mesh; pass mesh=")
         return jax.jit(build)()
     return jax.jit(build, out_shardings=_shardings(jax.eval_shape(build), mesh, shardings))()
+
+
+def _one_a_group(name: str, value: int | Sequence[int], spec: CacheSpec) -> tuple[int, ...]:
+    values = tuple(value) if isinstance(value, tuple | list) else (value,) * len(spec.groups)
+    if len(values) != len(spec.groups):
+        raise ValueError(f"{name}={value} must be one number, or one for each of {len(spec.groups)} groups")
+    return tuple(static_size(name, one) for one in values)
+
+
+def _backend_of(mesh: Mesh | None) -> Backend:
+    """The backend of the device that the cache will be on."""
+    device = jax.config.jax_default_device if mesh is None else mesh.devices.flat[0]
+    if device is None or isinstance(device, str):
+        device = jax.devices(device)[0]
+    return choose_backend(device.platform, device.device_kind)
+
+
+def _check_kernels(backend: Backend, spec: CacheSpec, page_size: tuple[int, ...]) -> None:
+    """What the decode kernels lack is refused before there is a cache, not at its first decode."""
+    if not isinstance(backend, TpuFacts | GpuFacts):
+        raise ValueError(f'{backend=} must be "xla" or the facts of a chip from pallas_kernels.hardware')
+    for group, size in zip(spec.groups, page_size, strict=True):
+        widths = {tensor.name: tensor.width for tensor in group.tensors}
+        kinds = {tensor.dtype for tensor in group.tensors}
+        if set(widths) != {"k", "v"} or not {*widths.values()} <= {64, 128} or not kinds <= {"float32", "bfloat16"}:
+            raise NotImplementedError(
+                f"group {group.name!r} caches {widths} in {sorted(kinds)}; the kernels of {backend.name} take k and v "
+                'of width 64 or 128 in float32 or bfloat16. Pass backend="xla"'
+            )
+        if size not in (16, 32, 64, 128):
+            raise NotImplementedError(f'page_size={size}; the kernels take 16, 32, 64 or 128, and backend="xla" any')
 
 
 def _build(
@@ -112,6 +145,8 @@ def _build(
 
 def _shardings(cache: KVCache, mesh: Mesh, pool_spec: PartitionSpec | None) -> KVCache:
     """The cache's tree with a sharding in place of each array: pools by heads, the table on every device."""
+    if pool_spec is not None and not isinstance(pool_spec, PartitionSpec):
+        raise ValueError(f"shardings={pool_spec!r} must be a PartitionSpec of the pools' axes")
     if any(kind != AxisType.Auto for kind in mesh.axis_types):
         raise ValueError(f"mesh has axis types {mesh.axis_types}; make it with axis_types=(AxisType.Auto, …)")
     pool_spec = PartitionSpec(None, mesh.axis_names[-1]) if pool_spec is None else pool_spec

@@ -4,10 +4,15 @@
     for layer in range(layers):
         cache = kvjax.write(cache, layer, grant, k=k, v=v)
         out = kvjax.attend(cache, layer, grant, q)
+    cache, out = kvjax.after(cache, out)
     cache = kvjax.commit(cache, grant.tokens)
 
 Everything traces, inside `lax.scan` and `while_loop` too, and works in place when the cache is donated.  Each call
 dispatches on the kind of cache, so that the same model runs on `ContiguousCache`.
+
+In place has one condition: what changes the cache must come after what read it.  XLA sees that where a layer's keys
+depend on the layer before.  `after` tells it the rest: that a step's attention is done before rows are forked,
+released or served again in the same program.  Otherwise XLA may keep a copy of the pool or the table for the read.
 """
 
 from __future__ import annotations
@@ -19,11 +24,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int32, Shaped
 
 from kvjax import pages
 from kvjax.attention.paged import Backend, paged_attention
 from kvjax.grant import Grant, make_grant
+from kvjax.inputs import integers, static_size
 from kvjax.layout import PageLayout
 from kvjax.pages import Fault, PageTable, Status
 from kvjax.spec import CacheSpec
@@ -65,6 +72,15 @@ class KVCache:
     def pool_bytes(self) -> int:
         """Bytes of all pools."""
         return sum(pool.nbytes for group in self.pools for pool in group.values())
+
+
+def after[Cache, Values](cache: Cache, values: Values) -> tuple[Cache, Values]:
+    """The same cache and values, the cache to be changed only once the values are computed.
+
+    Pass what `attend` gave, or what came of it, and go on with both results: `cache, out = kvjax.after(cache, out)`.
+    (A dependency nobody uses is taken out by the compiler.)  Costs nothing, and saves a copy of the pool or the table.
+    """
+    return lax.optimization_barrier((cache, values))
 
 
 @singledispatch
@@ -141,7 +157,8 @@ def release(cache: Any, rows: Bool[Array, " rows"], *, max_pages: int) -> tuple[
 def advance(cache: Any, completed: Int32[Array, ""] | None = None) -> Any:
     """Closes the epoch and frees the pages dropped up to the end of epoch `completed`; O(1).
 
-    None means the open one: right when all steps run on one stream in the order they were enqueued.
+    None means the open one: right when all steps run on one stream in the order they were enqueued.  An epoch that
+    cannot be completed (see `pages.advance`, which says so) frees nothing.
     """
     raise TypeError(f"{type(cache).__name__} is not a kvjax cache")
 
@@ -165,16 +182,32 @@ def _(
 @write.register
 def _(cache: KVCache, layer: Layer, grant: Grant, **tensors: Array) -> KVCache:
     index, within = _locate(cache, layer)
-    group, spec, layout = cache.table.groups[index], cache.spec.groups[index], cache.layouts[index]
-    _check_tensors(spec.name, {t.name: (grant.packed, t.heads, t.width) for t in spec.tensors}, tensors)
+    table, spec, layout = cache.table, cache.spec.groups[index], cache.layouts[index]
+    group = table.groups[index]
+    arrays = {name: jnp.asarray(tensor) for name, tensor in tensors.items()}
+    _check_grant(cache.rows, grant)
+    check_tensors(spec.name, {t.name: (grant.packed, t.heads, t.width) for t in spec.tensors}, arrays)
+    # Only reserved positions past the length are the row's own: a grant kept from before a release writes nothing.
+    length, reserved = (
+        of_row.at[grant.row].get(mode="fill", fill_value=0) for of_row in (table.length, table.reserved)
+    )
+    writable = (grant.position >= length) & (grant.position < reserved)
     logical = grant.position // group.page_size
     page = group.pages.at[grant.row, logical % group.width].get(mode="fill", fill_value=group.num_pages)
-    page = jnp.where(page < group.num_pages, within * group.num_pages + page, len(spec.layers) * group.num_pages)
+    # The table must not change before it was read, or the compiler keeps a copy of it for the read.
+    page, entries = lax.optimization_barrier((page, group.pages))
+    none = len(spec.layers) * group.num_pages
+    page = jnp.where(writable & (page < group.num_pages), within * group.num_pages + page, none)
     offset = grant.position % group.page_size
-    arrays = {
-        pool.name: append_tokens(cache.pools[index][pool.name], pool, page, offset, tensors) for pool in layout.pools
+    pools = {
+        pool.name: append_tokens(cache.pools[index][pool.name], pool, page, offset, arrays) for pool in layout.pools
     }
-    return replace(cache, pools=(*cache.pools[:index], arrays, *cache.pools[index + 1 :]))
+    groups = (*table.groups[:index], replace(group, pages=entries), *table.groups[index + 1 :])
+    return replace(
+        cache,
+        table=replace(table, groups=groups),
+        pools=(*cache.pools[:index], pools, *cache.pools[index + 1 :]),
+    )
 
 
 @attend.register
@@ -188,6 +221,8 @@ def _(
 ) -> Float[Array, "packed q_heads value_dim"]:
     index, within = _locate(cache, layer)
     group, layout = cache.table.groups[index], cache.layouts[index].pools[0]
+    _check_grant(cache.rows, grant)
+    q = check_queries(q, grant)
     return paged_attention(
         q,
         grant,
@@ -270,20 +305,51 @@ def unpin(
 
 def _locate(cache: KVCache, layer: Layer) -> tuple[int, int | Array]:
     """(group index, layer within the group); the latter may be traced."""
+    groups = cache.spec.groups
     if isinstance(layer, tuple):
-        name, within = layer
-        names = [group.name for group in cache.spec.groups]
-        if name not in names:
-            raise ValueError(f"{layer=} names no group of this cache; it has {names}")
-        return names.index(name), within
-    if not isinstance(layer, jax.Array):
-        return cache.spec.locate(int(layer))
-    if len(cache.spec.groups) > 1:
-        raise ValueError("with several groups a traced layer must be given as (group name, index within the group)")
-    return 0, layer
+        names = [group.name for group in groups]
+        if len(layer) != 2 or layer[0] not in names:
+            raise ValueError(f"{layer=} names no group of this cache; pass (one of {names}, index within the group)")
+        index, within = names.index(layer[0]), as_layer(layer[1])
+    elif not isinstance(within := as_layer(layer), int):
+        if len(groups) > 1:
+            raise ValueError("with several groups a traced layer must be given as (group name, index within the group)")
+        index = 0
+    else:
+        index, within = cache.spec.locate(within)
+    if isinstance(within, int) and not 0 <= within < len(groups[index].layers):
+        raise ValueError(f"{layer=}: group {groups[index].name!r} has layers 0…{len(groups[index].layers) - 1}")
+    return index, within
 
 
-def _check_tensors(group: str, expected: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Array]) -> None:
+def as_layer(layer: Any) -> int | Int32[Array, ""]:
+    """A layer number as an int, or as an int32 scalar if it is traced; ValueError for anything else."""
+    if isinstance(layer, jax.core.Tracer):
+        return integers("layer", layer, (), "a number of a layer")
+    if isinstance(layer, jax.Array):
+        layer = integers("layer", layer, (), "a number of a layer").item()
+    return static_size("layer", layer, least=0)
+
+
+def check_tensors(group: str, expected: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Array]) -> None:
+    """ValueError unless the tensors have these names and shapes."""
     got = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if got != expected:
         raise ValueError(f"group {group!r} takes tensors of shapes {dict(expected)}, got {got}")
+
+
+def check_queries(q: Any, grant: Grant) -> Float[Array, "packed q_heads key_dim"]:
+    """The queries as an array; ValueError unless there is one of floats for each packed token."""
+    q = jnp.asarray(q)
+    if q.ndim != 3 or q.shape[0] != grant.packed or 0 in q.shape or not jnp.issubdtype(q.dtype, jnp.floating):
+        raise ValueError(
+            f"q has shape {q.shape} and dtype {q.dtype}; pass floats [packed={grant.packed}, q_heads, key_dim]"
+        )
+    return q
+
+
+def _check_grant(rows: int, grant: Grant) -> None:
+    if grant.rows != rows:
+        raise ValueError(
+            f"the grant is of {grant.rows} rows and the cache has {rows}; pass the grant of its own reserve"
+        )

@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int32
 from kvjax import cache as paged
 from kvjax.attention.xla import tiled_attention
 from kvjax.grant import Grant, make_grant
+from kvjax.inputs import row_integers, row_mask, static_size
 from kvjax.pages.status import Status
 from kvjax.spec import CacheSpec
 
@@ -55,8 +56,7 @@ def init_contiguous(spec: CacheSpec, *, rows: int, max_context: int) -> Contiguo
       NotImplementedError: a spec with several groups, a window, or tensors other than k and v; use `kvjax.init`.
       ValueError: `rows` or `max_context` below 1.
     """
-    if rows < 1 or max_context < 1:
-        raise ValueError(f"{rows=} and {max_context=} must be at least 1")
+    rows, max_context = static_size("rows", rows), static_size("max_context", max_context)
     group = spec.groups[0]
     if len(spec.groups) != 1 or group.window is not None or {t.name for t in group.tensors} != {"k", "v"}:
         raise NotImplementedError("a contiguous cache holds one group with tensors k and v; use kvjax.init instead")
@@ -81,9 +81,12 @@ def _(
     order: Int32[Array, " rows"] | None = None,
 ) -> tuple[ContiguousCache, Grant]:
     del order  # Rows have spans of their own and cannot take one another's.
-    fits = (tokens >= 0) & (tokens <= cache.max_context - cache.length)
-    bounded = (jnp.cumsum(jnp.where(fits, tokens, 0)) <= max_tokens) | (tokens == 0)
-    status = jnp.where(fits, jnp.where(bounded, Status.OK, Status.OVER_BOUND), Status.TABLE_FULL).astype(jnp.int32)
+    max_tokens = static_size("max_tokens", max_tokens)
+    tokens = row_integers("tokens", tokens, cache.rows)
+    full = tokens > cache.max_context - cache.length
+    malformed = (tokens < 0) | (tokens > max_tokens)
+    over = malformed | ((jnp.cumsum(jnp.where(full | malformed, 0, tokens)) > max_tokens) & (tokens > 0))
+    status = jnp.where(full, Status.TABLE_FULL, jnp.where(over, Status.OVER_BOUND, Status.OK)).astype(jnp.int32)
     granted = jnp.where(status == Status.OK, tokens, 0)
     reserved = jnp.maximum(cache.reserved, cache.length + granted)
     return replace(cache, reserved=reserved), make_grant(granted, status, cache.length, max_tokens)
@@ -91,13 +94,16 @@ def _(
 
 @paged.write.register
 def _(cache: ContiguousCache, layer: int | Array, grant: Grant, **tensors: Array) -> ContiguousCache:
-    if set(tensors) != {"k", "v"}:
-        raise ValueError(f"this cache's layers hold tensors k and v, got {sorted(tensors)}")
+    group, layer = cache.spec.groups[0], paged.as_layer(layer)
+    if isinstance(layer, int):
+        cache.spec.locate(layer)
+    arrays = {name: jnp.asarray(tensor) for name, tensor in tensors.items()}
+    paged.check_tensors(group.name, {t.name: (grant.packed, t.heads, t.width) for t in group.tensors}, arrays)
     span = jnp.where(grant.row < cache.rows, layer * cache.rows + grant.row, cache.keys.shape[0])
     return replace(
         cache,
-        keys=cache.keys.at[span, :, grant.position].set(tensors["k"].astype(cache.keys.dtype), mode="drop"),
-        values=cache.values.at[span, :, grant.position].set(tensors["v"].astype(cache.values.dtype), mode="drop"),
+        keys=cache.keys.at[span, :, grant.position].set(arrays["k"].astype(cache.keys.dtype), mode="drop"),
+        values=cache.values.at[span, :, grant.position].set(arrays["v"].astype(cache.values.dtype), mode="drop"),
     )
 
 
@@ -110,6 +116,8 @@ def _(
     *,
     scale: float | None = None,
 ) -> Float[Array, "packed q_heads value_dim"]:
+    layer, q = paged.as_layer(layer), paged.check_queries(q, grant)
+
     def fetch(rows: Int32[Array, " tiles"], index: Int32[Array, ""]) -> tuple[Array, Array]:
         spans = layer * cache.rows + jnp.minimum(rows, cache.rows - 1)
 
@@ -132,6 +140,7 @@ def _(
 
 @paged.commit.register
 def _(cache: ContiguousCache, tokens: Int32[Array, " rows"]) -> ContiguousCache:
+    tokens = row_integers("tokens", tokens, cache.rows)
     valid = (tokens >= 0) & (tokens <= cache.reserved - cache.length)
     return replace(cache, length=cache.length + jnp.where(valid, tokens, 0))
 
@@ -141,6 +150,7 @@ def _(
     cache: ContiguousCache, rows: Bool[Array, " rows"], *, max_pages: int
 ) -> tuple[ContiguousCache, Int32[Array, " rows"]]:
     del max_pages  # Nothing is unmapped.
+    rows = row_mask("rows", rows, cache.rows)
     status = jnp.where(rows & (cache.reserved == 0), Status.EMPTY, Status.OK).astype(jnp.int32)
     keep = ~rows
     return replace(cache, length=cache.length * keep, reserved=cache.reserved * keep), status

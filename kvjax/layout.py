@@ -11,7 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from jax import dtypes
 
 from kvjax.spec import GroupSpec
 
@@ -39,7 +38,7 @@ class PoolLayout:
     @property
     def bytes_per_token(self) -> int:
         """Bytes one token of one layer takes, padding lanes included."""
-        return self.heads * self.lanes * np.dtype(dtypes.canonicalize_dtype(self.dtype)).itemsize
+        return self.heads * self.lanes * np.dtype(self.dtype).itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +76,8 @@ def canonical_layout(group: GroupSpec, page_size: int, *, lane_multiple: int = 1
     )
     bundles = [[names["k"], names["v"]]] if paired else []
     bundles += [[tensor] for tensor in group.tensors if not (paired and tensor.name in ("k", "v"))]
+    if paired and "kv" in names:
+        raise ValueError(f"group {group.name!r} has tensors k, v and kv; the pool of k and v is called kv: rename one")
     pools = []
     for bundle in bundles:
         end, slices = 0, []

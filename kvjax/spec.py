@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from keyword import iskeyword
 from typing import Any
 
 import numpy as np
@@ -30,19 +31,16 @@ class TensorSpec:
     dtype: str = "bfloat16"
 
     def __post_init__(self) -> None:
-        if not self.name.isidentifier():
-            raise ValueError(f"TensorSpec name={self.name!r} is not an identifier; it becomes a keyword of kvjax.write")
+        if not self.name.isidentifier() or iskeyword(self.name) or self.name in ("cache", "layer", "grant"):
+            raise ValueError(f"TensorSpec name={self.name!r} cannot be a keyword of kvjax.write; choose another")
         for field in ("heads", "width"):
             _require_positive(f"TensorSpec({self.name!r}).{field}", getattr(self, field))
-        try:
-            dtypes.canonicalize_dtype(self.dtype)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"TensorSpec({self.name!r}) dtype={self.dtype!r} is no dtype jax knows") from error
+        object.__setattr__(self, "dtype", _real_dtype(self.name, self.dtype).name)
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes one token of one layer needs, without padding."""
-        return self.heads * self.width * np.dtype(dtypes.canonicalize_dtype(self.dtype)).itemsize
+        return self.heads * self.width * np.dtype(self.dtype).itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +182,19 @@ def _refuse_windows(config: Mapping[str, Any], family: str) -> None:
     other = [kind for kind in config.get("layer_types") or () if kind != "full_attention"]
     if other:
         raise ValueError(f"config layer_types has {other[0]!r}; only 'full_attention' layers are supported")
+
+
+def _real_dtype(tensor: str, dtype: Any) -> np.dtype:
+    """The dtype as numpy knows it; ValueError unless jax would allocate just that, and it holds real numbers."""
+    try:
+        found = np.dtype(dtype) if dtype is not None else None
+    except TypeError:
+        found = None
+    if found is None or not (dtypes.issubdtype(found, np.floating) or dtypes.issubdtype(found, np.integer)):
+        raise ValueError(f"TensorSpec({tensor!r}) dtype={dtype!r} is no real dtype that jax knows")
+    if dtypes.canonicalize_dtype(found) != found:
+        raise ValueError(f"TensorSpec({tensor!r}) dtype={dtype!r} needs jax_enable_x64; use a 32-bit dtype")
+    return found
 
 
 def _require_positive(name: str, value: Any) -> None:

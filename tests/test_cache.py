@@ -7,11 +7,13 @@ from dataclasses import replace
 import chex
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 
 import kvjax
 from kvjax import CacheSpec, GroupSpec, Status, TensorSpec
+from pallas_kernels.hardware import H200, TPU_V6E
 
 ROWS, LAYERS, KV_HEADS, Q_HEADS, DIM, TOKENS = 4, 2, 2, 6, 8, 16
 
@@ -140,9 +142,9 @@ class Driver:
                 self.tokens[row] = self.tokens[donor][: taken[row]]
 
 
-def make_cache(page_size: int, num_pages: int) -> kvjax.KVCache:
+def make_cache(page_size: int, num_pages: int, rows: int = ROWS) -> kvjax.KVCache:
     spec = CacheSpec.uniform(layers=LAYERS, kv_heads=KV_HEADS, head_dim=DIM, dtype="float32")
-    return kvjax.init(spec, rows=ROWS, num_pages=num_pages, page_size=page_size, max_context=64)
+    return kvjax.init(spec, rows=rows, num_pages=num_pages, page_size=page_size, max_context=64)
 
 
 @pytest.mark.parametrize(("page_size", "num_pages"), [(1, 60), (3, 24), (16, 9)])
@@ -233,6 +235,13 @@ def test_a_scan_over_layers_and_steps_equals_single_calls():
     chex.assert_trees_all_equal(cache.table, looped.table)
 
 
+@pytest.fixture
+def as_users_call(monkeypatch):
+    """The shape checks of the tests stand aside: what is called meets the library's own."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+
+
+@pytest.mark.usefixtures("as_users_call")
 def test_bad_arguments_name_the_value_and_the_repair():
     cache = make_cache(4, 8)
     spec = cache.spec
@@ -241,15 +250,35 @@ def test_bad_arguments_name_the_value_and_the_repair():
     cases = [
         (lambda: kvjax.init(spec, rows=0, num_pages=8, max_context=8), "rows=0"),
         (lambda: kvjax.init(spec, rows=1, num_pages=0, max_context=8), "num_pages=0"),
-        (lambda: kvjax.init(spec, rows=1, num_pages=8, page_size=0, max_context=8), "page_size=\\(0,\\)"),
+        (lambda: kvjax.init(spec, rows=1, num_pages=8, page_size=0, max_context=8), "page_size=0"),
         (lambda: kvjax.init(spec, rows=1, num_pages=8, max_context=0), "max_context=0"),
         (lambda: kvjax.init(spec, rows=1, num_pages=8, max_context=8, max_epochs=3), "power of two"),
         (lambda: kvjax.init(spec, rows=1, num_pages=(8, 8), max_context=8), "one for each of 1 groups"),
-        (lambda: kvjax.init(spec, rows=1, num_pages=2**30, max_context=8), "2\\*\\*30"),
+        (lambda: kvjax.init(spec, rows=1, num_pages=2**30, max_context=8), "page ids are 32 bits"),
         (lambda: kvjax.write(cache, 0, grant, k=k), "takes tensors"),
         (lambda: kvjax.write(cache, 0, grant, k=k, v=k[..., :3]), "takes tensors"),
         (lambda: kvjax.write(cache, 7, grant, k=k, v=k), "layer=7"),
         (lambda: kvjax.write(cache, ("window", 0), grant, k=k, v=k), "no group"),
+        (lambda: kvjax.write(cache, ("attention", 5), grant, k=k, v=k), "layers 0…1"),
+        (lambda: kvjax.write(cache, jnp.int32(5), grant, k=k, v=k), "layer=5"),
+        (lambda: kvjax.write(cache, 1.7, grant, k=k, v=k), "layer=1.7"),
+        (lambda: kvjax.attend(cache, 0, grant, k[:3]), r"packed=4"),
+        (lambda: kvjax.attend(cache, 0, grant, k.astype(int)), "floats"),
+        (lambda: kvjax.attend(make_cache(4, 8, rows=5), 0, grant, k), "grant is of 4 rows"),
+        (lambda: kvjax.reserve(cache, [1, 2, 3], max_tokens=8), "tokens has shape"),
+        (lambda: kvjax.reserve(cache, [0.5] * ROWS, max_tokens=8), "dtype float32"),
+        (lambda: kvjax.commit(cache, 1), "one integer for each of 4 rows"),
+        (lambda: kvjax.release(cache, [0, 1, 2, 3], max_pages=8), "mask"),
+        (lambda: kvjax.release(cache, [True], max_pages=8), "mask"),
+        (lambda: kvjax.fork(cache, jnp.int32(0), max_pages=8), "parent has shape"),
+        (lambda: kvjax.fork(cache, [0] * ROWS, max_pages=0), "max_pages=0"),
+        (lambda: kvjax.truncate(cache, [0] * ROWS, max_pages=8, rows=[1] * ROWS), "mask"),
+        (lambda: kvjax.pin(cache, jnp.zeros(3, jnp.int32)), "tuple"),
+        (lambda: kvjax.advance(cache, [0]), "one epoch number"),
+        (lambda: kvjax.init(spec, rows=1, num_pages=8, max_context=8, backend="cuda"), "pallas_kernels.hardware"),
+        (lambda: TensorSpec("layer", 1, 1), "keyword"),
+        (lambda: TensorSpec("k", 1, 1, "float64"), "x64"),
+        (lambda: TensorSpec("k", 1, 1, "complex64"), "real dtype"),
         (lambda: kvjax.attend(cache, 0, grant, jnp.zeros((ROWS, 3, DIM))), "multiple of"),
         (lambda: kvjax.attend(cache, 0, grant, jnp.zeros((ROWS, 2, DIM + 1))), "head dimension"),
         (lambda: kvjax.reserve(cache, jnp.ones(ROWS, jnp.int32), max_tokens=0), "max_tokens=0"),
@@ -259,6 +288,52 @@ def test_bad_arguments_name_the_value_and_the_repair():
             call()
     with pytest.raises(NotImplementedError, match="window"):
         kvjax.init(CacheSpec.uniform(layers=1, kv_heads=1, head_dim=4, window=8), rows=1, num_pages=8, max_context=8)
+
+
+@pytest.mark.parametrize(
+    ("spec", "page_size", "message"),
+    [
+        (CacheSpec.uniform(layers=1, kv_heads=1, head_dim=80), 16, "width 64 or 128"),
+        (CacheSpec.uniform(layers=1, kv_heads=1, head_dim=64, dtype="float16"), 16, "float32 or bfloat16"),
+        (CacheSpec.uniform(layers=1, kv_heads=1, head_dim=64), 8, "page_size=8"),
+    ],
+)
+def test_what_a_kernel_lacks_is_refused_before_there_is_a_cache(spec, page_size, message):
+    for backend in (TPU_V6E, H200):
+        with pytest.raises(NotImplementedError, match=message):
+            kvjax.init(spec, rows=1, num_pages=8, page_size=page_size, max_context=64, backend=backend)
+
+
+@pytest.mark.usefixtures("as_users_call")
+def test_integers_of_any_width_mean_the_same():
+    """Narrow ones do not overflow, wide ones do not change the dtypes of the state."""
+    for dtype in ("int8", "uint8", "int64", "uint32"):
+        cache, grant = kvjax.reserve(make_cache(4, 99), np.array([60, 60, 60, 60], dtype), max_tokens=100)
+        assert np.asarray(grant.tokens).tolist() == [60, 0, 0, 0] and kvjax.check_invariants(cache.table) == []
+        cache = kvjax.commit(cache, np.array([60, 0, 0, 0], dtype))
+        assert np.asarray(cache.table.length).tolist() == [60, 0, 0, 0]
+    cache = kvjax.commit(cache, np.array([2**32 - 1, 0, 0, 0], np.uint32))
+    assert kvjax.Fault(int(cache.table.faults)) == kvjax.Fault.COMMIT_REFUSED
+
+
+def test_a_grant_kept_past_its_release_writes_nothing():
+    """Positions that are not the row's to write any more are dropped: a shared page stays as it was."""
+    cache = make_cache(4, 8)
+    k = jnp.ones((ROWS, KV_HEADS, DIM))
+    cache, stale = kvjax.reserve(cache, jnp.array([3, 1, 0, 0], jnp.int32), max_tokens=ROWS)
+    cache = kvjax.commit(kvjax.write(cache, 0, stale, k=k, v=k), stale.tokens)
+    cache, _ = kvjax.release(cache, jnp.array([False, True, False, False]), max_pages=4)
+    cache, _ = kvjax.fork(cache, jnp.array([4, 0, 4, 4], jnp.int32), max_pages=4)
+    after = kvjax.write(cache, 0, stale, k=7 * k, v=7 * k)
+    chex.assert_trees_all_equal(after.pools, cache.pools)
+
+
+def test_quantised_pools_are_not_attended():
+    spec = CacheSpec.uniform(layers=1, kv_heads=KV_HEADS, head_dim=DIM, dtype="int8")
+    cache = kvjax.init(spec, rows=1, num_pages=4, page_size=4, max_context=8)
+    cache, grant = kvjax.reserve(cache, jnp.array([1], jnp.int32), max_tokens=1)
+    with pytest.raises(NotImplementedError, match="int8"):
+        kvjax.attend(cache, 0, grant, jnp.ones((1, Q_HEADS, DIM)))
 
 
 def test_an_overcommit_changes_nothing_and_leaves_a_fault():

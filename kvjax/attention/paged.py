@@ -55,6 +55,10 @@ def paged_attention(
     key_dim, value_dim = (end - start for start, end in (lanes["k"], lanes["v"]))
     if q.shape[-1] != key_dim:
         raise ValueError(f"q has head dimension {q.shape[-1]}, the cache's keys have {key_dim}")
+    if pool.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        raise NotImplementedError(
+            f"attend does not dequantise yet: a cache of {pool.dtype} can be written, not attended"
+        )
     if backend != "xla" and grant.packed <= grant.rows:
         return _decode_kernel(backend)(
             q,

@@ -37,8 +37,9 @@ def tiled_attention(
 ) -> Float[Array, "packed q_heads value_dim"]:
     """Causal attention of every granted token over its row's keys; zeros for padding tokens.
 
-    Softmax and accumulation in float32, products in full precision; the result has q's dtype.  What lies past a row's
-    context is never used: logits and values are both masked, so the memory may hold NaN.
+    Softmax and accumulation in float32, products in full precision, weights in the dtype of the values; the result has
+    q's dtype.  What lies past a row's context is never used: logits and values are both masked, so the memory may hold
+    NaN.
 
     Cost: tiles × ceil(longest context / block) block products; temporaries O(tiles · block), not O(context).
     """

@@ -201,6 +201,7 @@ def _compute(
 ) -> tuple[Any, Int32[Array, " slots"], Float32[Array, " slots"]]:
     """Runs granted tokens through the model, commits them, and samples after the last one of each slot's row."""
     hidden, cache = model.forward(parameters, cache, grant, tokens)
+    cache, hidden = kvjax.after(cache, hidden)
     cache = kvjax.commit(cache, grant.tokens)
     last = hidden.at[_of_slots(grant.last, slots)].get(mode="clip")
     logits = model.logits(parameters, last)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
+from kvjax.inputs import integers
 from kvjax.pages.status import Status
 from kvjax.pages.table import PageTable
 
@@ -29,6 +30,7 @@ def advance(table: PageTable, completed: Int32[Array, ""]) -> tuple[PageTable, A
     Status: OK, or STALE if `completed` lies in the future, before an epoch already said to be complete, or more than
     `max_epochs` back; the epoch closes all the same, and nothing is freed.  O(1): nothing moves.
     """
+    completed = integers("completed", completed, (), "one epoch number")
     max_epochs = table.groups[0].fences.shape[0]
     behind = table.epoch - completed
     valid = (behind >= 0) & (behind < max_epochs) & (completed - table.completed >= 0)

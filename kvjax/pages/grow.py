@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
+from kvjax.inputs import row_integers, static_size
 from kvjax.packing import pack_rows
 from kvjax.pages.holders import take_pages
 from kvjax.pages.plan import GroupPlan, plan_reserve
@@ -69,6 +70,7 @@ def reserve(
     Cost: O(rows + max_tokens), whatever the pool; at most min(max_tokens, max_tokens // page_size + 2 · rows) new pages
     a group.
     """
+    max_tokens = static_size("max_tokens", max_tokens)
     plan = plan_reserve(table, tokens, max_tokens, order)
     groups, copies, faults = [], [], table.faults
     for group, part in zip(table.groups, plan.groups, strict=True):
@@ -86,7 +88,8 @@ def pages_needed(
 ) -> tuple[tuple[Int32[Array, " rows"], ...], Int32[Array, " rows"]]:
     """What `reserve` with the same arguments would take and say: pages a row and group, and the status of each row.
 
-    It is the decision `reserve` itself acts on.  The pages of a refused row are what it would have needed.
+    It is the decision `reserve` itself acts on.  A row refused for want of pages shows what it would have needed, one
+    refused as TABLE_FULL or OVER_BOUND shows 0.
     """
     plan = plan_reserve(table, tokens, max_tokens, order)
     return plan.needed, plan.status
@@ -97,6 +100,7 @@ def commit(table: PageTable, tokens: Int32[Array, " rows"]) -> tuple[PageTable, 
 
     Status: OK, or NOT_RESERVED where length + tokens would pass `reserved`, or tokens is negative.
     """
+    tokens = row_integers("tokens", tokens, table.rows)
     valid = (tokens >= 0) & (tokens <= table.reserved - table.length)
     length = table.length + jnp.where(valid, tokens, 0)
     return replace(table, length=length), Info(jnp.where(valid, Status.OK, Status.NOT_RESERVED).astype(jnp.int32))

@@ -18,6 +18,9 @@ def check_invariants(table: PageTable) -> list[str]:
     """
     table = jax.tree.map(np.asarray, table)
     found = [f"sticky faults: {Fault(int(table.faults))!r}"] if table.faults else []
+    wrong = {leaf.dtype.name for leaf in jax.tree.leaves(table)} - {"int32"}
+    if wrong:
+        return [*found, f"arrays of dtype {', '.join(sorted(wrong))}; all must be int32"]
     for row in np.flatnonzero((table.length < 0) | (table.length > table.reserved)):
         found.append(f"row {row}: 0 ≤ length={table.length[row]} ≤ reserved={table.reserved[row]} does not hold")
     for index, group in enumerate(table.groups):
@@ -47,10 +50,9 @@ def _rows(table: PageTable, group: GroupPages) -> list[str]:
 
 def _holders(group: GroupPages) -> list[str]:
     found = []
-    mapped = [
-        group.pages[row, np.arange(int(group.first[row]), int(group.end[row])) % group.width]
-        for row in range(len(group.end))
-    ]
+    mapped = []
+    for row, (first, end) in enumerate(zip(group.first.tolist(), group.end.tolist(), strict=True)):
+        mapped.append(group.pages[row, np.arange(first, min(end, first + group.width)) % group.width])
     ids = np.concatenate([*mapped, np.zeros(0, np.int32)])
     holders = np.bincount(ids[(ids >= 0) & (ids < group.num_pages)], minlength=group.num_pages) + group.pins
     for page in np.flatnonzero(holders != group.refcount)[:8]:

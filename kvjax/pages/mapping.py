@@ -12,10 +12,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int32
 
+from kvjax.inputs import INT32_MAX, static_size
 from kvjax.packing import pack_rows
 from kvjax.pages.holders import any_fault, change_holders
 from kvjax.pages.status import Fault
-from kvjax.pages.table import INT32_MAX, GroupPages
+from kvjax.pages.table import GroupPages
 
 
 def read_entries(
@@ -31,8 +32,11 @@ def within_bound(counts: Int32[Array, " rows"], bound: int) -> Bool[Array, " row
     A row larger than the whole bound takes no room from the others; after the first that no longer fits, only rows
     that ask for nothing pass.
     """
+    bound = static_size("max_pages", bound)
     if counts.shape[0] * bound > INT32_MAX:
-        raise ValueError(f"a static {bound=} over {counts.shape[0]} rows exceeds 32-bit counts; use a smaller bound")
+        raise ValueError(
+            f"max_pages={bound} × {counts.shape[0]} rows exceeds 32-bit counts; make several calls with a smaller one"
+        )
     alone = counts <= bound
     return alone & ((jnp.cumsum(jnp.where(alone, counts, 0)) <= bound) | (counts == 0))
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int32
 
+from kvjax.inputs import integers
 from kvjax.pages.holders import change_holders
 from kvjax.pages.status import Status
 from kvjax.pages.table import PageTable
@@ -26,13 +27,16 @@ class PinInfo:
 def pin(table: PageTable, pages: Sequence[Int32[Array, " _"]]) -> tuple[PageTable, PinInfo]:
     """Adds a pin to each page; a page named twice is pinned twice.
 
+    A pin keeps a page alive and its committed positions as they are; what a row has reserved and not committed is that
+    row's to write.
+
     Args:
       table: the state.
       pages: page ids of each group; `num_pages` means none.
 
     Status of an id: OK, or STALE if the page has no holder at entry or is no page.  O(ids).
     """
-    _check_groups(table, pages)
+    pages = _page_ids(table, pages)
     groups, codes, faults = [], [], table.faults
     for group, ids in zip(table.groups, pages, strict=True):
         asked = ids != group.num_pages
@@ -54,7 +58,7 @@ def unpin(table: PageTable, pages: Sequence[Int32[Array, " _"]]) -> tuple[PageTa
     Status of an id: OK, or STALE if the page has fewer pins than the call would take; then none of them is taken.
     O(ids).
     """
-    _check_groups(table, pages)
+    pages = _page_ids(table, pages)
     groups, codes, faults = [], [], table.faults
     for group, ids in zip(table.groups, pages, strict=True):
         asked = ids != group.num_pages
@@ -71,6 +75,7 @@ def unpin(table: PageTable, pages: Sequence[Int32[Array, " _"]]) -> tuple[PageTa
     return replace(table, groups=tuple(groups), faults=faults), PinInfo(tuple(codes))
 
 
-def _check_groups(table: PageTable, pages: Sequence[Int32[Array, " _"]]) -> None:
-    if len(pages) != len(table.groups):
-        raise ValueError(f"page ids are needed for each of {len(table.groups)} groups, got {len(pages)}")
+def _page_ids(table: PageTable, pages: Sequence[Int32[Array, " _"]]) -> list[Int32[Array, " _"]]:
+    if not isinstance(pages, tuple | list) or len(pages) != len(table.groups):
+        raise ValueError(f"pages must be a tuple with an array of page ids for each of {len(table.groups)} groups")
+    return [integers("pages", ids, (None,), "page ids [ids] for each group") for ids in pages]

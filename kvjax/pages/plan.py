@@ -13,9 +13,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int32
 
+from kvjax.inputs import INT32_MAX, row_integers, static_size
 from kvjax.pages.mapping import read_entries
 from kvjax.pages.status import Status
-from kvjax.pages.table import INT32_MAX, GroupPages, PageTable, pages_for
+from kvjax.pages.table import GroupPages, PageTable, pages_for
 
 
 @jax.tree_util.register_dataclass
@@ -61,14 +62,14 @@ def plan_reserve(
     table: PageTable, tokens: Int32[Array, " rows"], max_tokens: int, order: Int32[Array, " rows"] | None
 ) -> ReservePlan:
     """Decides a reserve; `reserve` says what the arguments mean.  O(rows), and a sort of rows if pages are shared."""
-    if max_tokens < 1 or table.rows * max_tokens > INT32_MAX:
-        raise ValueError(
-            f"{max_tokens=} × {table.rows} rows must be at least 1 and fit 32 bits; use another max_tokens"
-        )
+    max_tokens = static_size("max_tokens", max_tokens)
+    if table.rows * max_tokens > INT32_MAX:
+        raise ValueError(f"{max_tokens=} × {table.rows} rows exceeds 32-bit counts; use a smaller max_tokens")
+    tokens = row_integers("tokens", tokens, table.rows)
     position = jnp.arange(table.rows, dtype=jnp.int32)
     by_order = rank = position
     if order is not None:
-        by_order = jnp.argsort(order, stable=True).astype(jnp.int32)
+        by_order = jnp.argsort(row_integers("order", order, table.rows), stable=True).astype(jnp.int32)
         rank = jnp.zeros(table.rows, jnp.int32).at[by_order].set(position, unique_indices=True)
     tokens, length = tokens[by_order], table.length[by_order]
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int32
 
+from kvjax.inputs import integers, row_integers
 from kvjax.packing import pack_rows
 from kvjax.pages.grow import Info
 from kvjax.pages.holders import any_fault, change_holders
@@ -65,6 +66,9 @@ def adopt(
 ) -> tuple[PageTable, Info]:
     """Maps pages that somebody holds into empty rows: a prefix hit.
 
+    Only committed positions may be adopted: what a row has reserved and not committed is its own to write, whoever else
+    maps the page.
+
     Args:
       table: the state.
       pages: for each group, the physical pages of each row's prefix; only the first ceil(tokens / page_size) count.
@@ -76,6 +80,10 @@ def adopt(
     """
     if len(pages) != len(table.groups):
         raise ValueError(f"adopt needs pages for each of {len(table.groups)} groups, got {len(pages)}")
+    tokens = row_integers("tokens", tokens, table.rows)
+    pages = [
+        integers("pages", ids, (table.rows, None), "page ids [rows, prefix_pages] for each group") for ids in pages
+    ]
     asking = tokens != 0
     status = jnp.where(_holds_nothing(table), Status.OK, Status.ROW_BUSY)
     for group, ids in zip(table.groups, pages, strict=True):
@@ -119,6 +127,7 @@ def _parents(
     table: PageTable, parent: Int32[Array, " rows"]
 ) -> tuple[Bool[Array, " rows"], Int32[Array, " rows"], Int32[Array, " rows"], Int32[Array, " rows"]]:
     """(has a parent, its row, its length, its reserved end); the row stands in for itself where there is no parent."""
+    parent = row_integers("parent", parent, table.rows)
     exists = (parent >= 0) & (parent < table.rows)
     source = jnp.where(exists, parent, jnp.arange(table.rows, dtype=jnp.int32))
     return exists, source, table.length[source], table.reserved[source]

@@ -7,6 +7,7 @@ from dataclasses import replace
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
+from kvjax.inputs import row_integers, row_mask
 from kvjax.pages.grow import Info
 from kvjax.pages.mapping import unmap, within_bound
 from kvjax.pages.status import Status
@@ -27,7 +28,8 @@ def truncate(
     Status: OK, NOT_RESERVED where `length` is negative or beyond the committed length, OVER_BOUND.
     O(rows + max_pages).
     """
-    chosen = jnp.ones(table.rows, bool) if rows is None else rows
+    chosen = jnp.ones(table.rows, bool) if rows is None else row_mask("rows", rows, table.rows)
+    length = row_integers("length", length, table.rows)
     valid = (length >= 0) & (length <= table.length)
     status = jnp.where(chosen & ~valid, Status.NOT_RESERVED, Status.OK)
     kept = jnp.where(chosen & valid, length, table.reserved)
@@ -44,6 +46,7 @@ def release(table: PageTable, rows: Bool[Array, " rows"], *, max_pages: int) -> 
 
     Status: OK, EMPTY for a row that held nothing (nothing is freed twice), OVER_BOUND.  O(rows + max_pages).
     """
+    rows = row_mask("rows", rows, table.rows)
     empty = jnp.all(jnp.stack([group.end == 0 for group in table.groups]), axis=0)
     status = jnp.where(rows & empty, Status.EMPTY, Status.OK)
     return _shrink(table, jnp.where(rows & ~empty, 0, table.reserved), status, max_pages)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from enum import IntEnum, IntFlag
 from typing import Any
 
@@ -49,30 +50,31 @@ class PageTableError(RuntimeError):
     """A refused transition, raised on the host by `raise_for_status`."""
 
 
-def raise_for_status(status: Any, *, operation: str = "transition") -> None:
-    """Raises PageTableError naming each refused row and the reason; EMPTY and OK pass.
+def raise_for_status(status: Any, *, operation: str = "transition", allow: Collection[Status] = ()) -> None:
+    """Raises PageTableError naming each refused row, the reason and the repair.
 
     Args:
       status: Int32[rows], as found in an info or a grant.  Waits for the device.
       operation: what to call it in the message.
+      allow: reasons to pass over beside OK; EMPTY, for instance, where a row may have been released before.
     """
-    codes = np.asarray(status).reshape(-1)
-    refused = [(row, Status(int(code))) for row, code in enumerate(codes) if code not in (Status.OK, Status.EMPTY)]
+    codes = [Status(int(code)) for code in np.asarray(status).reshape(-1)]
+    refused = [(row, code) for row, code in enumerate(codes) if code != Status.OK and code not in allow]
     if refused:
         listing = ", ".join(f"row {row}: {code.name}" for row, code in refused[:8])
         more = f" and {len(refused) - 8} more" if len(refused) > 8 else ""
-        raise PageTableError(
-            f"{operation} refused {listing}{more}; these rows are unchanged. {_REPAIR.get(refused[0][1], '')}".rstrip()
-        )
+        repairs = " ".join(_REPAIR[code] for code in dict.fromkeys(code for _, code in refused))
+        raise PageTableError(f"{operation} refused {listing}{more}; these rows are unchanged. {repairs}")
 
 
 _REPAIR = {
     Status.OUT_OF_PAGES: "Release rows or build the cache with more pages.",
     Status.PAGES_PENDING: "Call advance once the steps in flight are complete.",
     Status.TABLE_FULL: "Build the cache with a larger max_context.",
-    Status.OVER_BOUND: "Call again with a larger max_tokens or max_pages.",
-    Status.NOT_RESERVED: "Reserve the tokens first.",
+    Status.OVER_BOUND: "Use a larger max_tokens or max_pages, and counts of at least 0.",
+    Status.NOT_RESERVED: "Commit at most what was reserved; truncate to at most the committed length.",
     Status.RESERVED: "Commit or truncate the parent first.",
     Status.ROW_BUSY: "Release the row first.",
+    Status.EMPTY: "A row without tokens can be neither released nor forked.",
     Status.STALE: "Pin pages for as long as their ids are kept.",
 }

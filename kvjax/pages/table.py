@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
-INT32_MAX = 2**31 - 1
+from kvjax.inputs import INT32_MAX, static_size
 
 
 @jax.tree_util.register_dataclass
@@ -119,17 +119,13 @@ class GroupShape:
 
     def __post_init__(self) -> None:
         for name in ("num_pages", "page_size", "width"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}={value!r} must be an integer of at least 1")
-        if self.num_pages > 2**30 - 1:
-            raise ValueError(
-                f"num_pages={self.num_pages} exceeds 2**30 − 1: ring cursors are 32 bits and run twice round"
-            )
+            object.__setattr__(self, name, static_size(name, getattr(self, name)))
+        if self.num_pages > 2**29:
+            raise ValueError(f"num_pages={self.num_pages} exceeds 2**29: ring cursors are 32 bits and run twice round")
         if self.width * self.page_size > INT32_MAX:
             raise ValueError(
                 f"width={self.width} × page_size={self.page_size} exceeds {INT32_MAX}: positions are 32 bits; "
-                "use a narrower table"
+                "use a smaller page or a narrower table"
             )
 
 
@@ -139,14 +135,16 @@ def make_page_table(groups: Sequence[GroupShape], *, rows: int, max_epochs: int 
     Args:
       groups: sizes of each group.
       rows: sequences that can be live at once.
-      max_epochs: steps that may be in flight; a power of two, so that the epoch counter may wrap around.
+      max_epochs: `advance` can complete the open epoch and the max_epochs − 1 before it: one more than the steps in
+        flight, rounded up to a power of two, so that the epoch counter may wrap around.
 
     Raises:
       ValueError: a size below 1, or one whose positions or cursors would not fit 32 bits.
     """
-    if rows < 1 or not groups:
-        raise ValueError(f"{rows=} must be at least 1 and groups not empty, got {len(groups)} groups")
-    if max_epochs < 1 or max_epochs & (max_epochs - 1):
+    rows, max_epochs = static_size("rows", rows), static_size("max_epochs", max_epochs)
+    if not groups:
+        raise ValueError("a page table needs at least one group")
+    if max_epochs & (max_epochs - 1):
         raise ValueError(f"{max_epochs=} must be a power of two")
 
     def one(shape: GroupShape) -> GroupPages:

@@ -2,8 +2,9 @@
 
     python -m tests.compile.in_place cpu | tpu | gpu
 
-Each call must alias the whole cache it is given, and its temporaries must not depend on the pool: 16 thousand and
-4 million pages.  The last case is a step that needs its input after changing it, which the gate must refuse.
+Each call must alias the whole cache it is given, and its temporaries must depend neither on the pool nor on the width
+of the page table: 16 thousand pages and 16 thousand positions a row, against 4 million pages and a million positions.
+The last case is a step that needs its input after changing it, which the gate must refuse.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from kvjax.grant import make_grant
 
 SMALL, LARGE = 1 << 14, 1 << 22
 ROWS, LAYERS, KV_HEADS, Q_HEADS, DIM, PAGE_SIZE = 64, 1, 1, 2, 64, 16
+NARROW, WIDE = 1 << 14, 1 << 20
+"""Positions a row may hold, in the small and the large cache: page tables of 1,024 and 65,536 columns."""
 PREFILL, MAX_PAGES, STEPS = 256, 512, 8
 SLACK_BYTES = {"cpu": 4096, "h200": 4096, "v6e": 1 << 20}
 """How much more temporaries the larger pool may take.  On CPU and GPU: alignment.  The TPU compiler chooses other
@@ -62,6 +65,7 @@ def cases() -> Iterator[Case]:
         yield Case(f"attend, {name}", kvjax.attend, (scalar, grant, queries(packed)), reads_only=True)
         step = partial(_step, packed)
         yield Case(f"whole step, {name}", step, (per_row, tensors(packed), queries(packed)))
+        yield Case(f"two steps, {name}", partial(_two_steps, packed), (per_row, tensors(packed), queries(packed)))
         yield Case(f"scan of steps, {name}", partial(_scan, step), (per_row, tensors(packed), queries(packed)))
     yield Case("commit", kvjax.commit, (per_row,))
     yield Case("advance", kvjax.advance, (scalar,))
@@ -74,6 +78,8 @@ def cases() -> Iterator[Case]:
     yield Case("pin", kvjax.pin, ((ids,),))
     yield Case("unpin", kvjax.unpin, ((ids,),))
     yield Case("scan of lifecycles", partial(_scan, _lifecycle), (mask, per_row))
+    beam = (per_row, tensors(ROWS), queries(ROWS))
+    yield Case("scan of steps and beams", partial(_scan, _beam_step), beam)
 
 
 def _write(cache: kvjax.KVCache, layer: Any, grant: kvjax.Grant, tensors: dict[str, Any]) -> kvjax.KVCache:
@@ -88,7 +94,23 @@ def _step(packed: int, cache: kvjax.KVCache, tokens: Any, tensors: Any, q: Any) 
         return cache, kvjax.attend(cache, index, grant, q)
 
     cache, out = lax.scan(layer, cache, jnp.arange(LAYERS))
+    cache, out = kvjax.after(cache, out)
     return kvjax.advance(kvjax.commit(cache, grant.tokens)), out
+
+
+def _two_steps(packed: int, cache: kvjax.KVCache, tokens: Any, tensors: Any, q: Any) -> tuple[kvjax.KVCache, Any]:
+    """One after the other in one program, and rows leave at the end: nothing but `after` orders them."""
+    cache, first = _step(packed, cache, tokens, tensors, q)
+    cache, second = _step(packed, cache, tokens, tensors, q)
+    cache, _ = kvjax.release(cache, tokens > 0, max_pages=MAX_PAGES)
+    return cache, (first, second)
+
+
+def _beam_step(cache: kvjax.KVCache, parent: Any, tensors: Any, q: Any) -> tuple[kvjax.KVCache, Any]:
+    """A decode step, then every transition that rewrites the table it has just read."""
+    cache, out = _step(ROWS, cache, parent, tensors, q)
+    cache, _ = _lifecycle(cache, parent > 0, parent)
+    return cache, out
 
 
 def _lifecycle(cache: kvjax.KVCache, mask: Any, parent: Any) -> tuple[kvjax.KVCache, Any]:
@@ -103,18 +125,18 @@ def _scan(step: Callable, cache: kvjax.KVCache, *arguments: Any) -> tuple[kvjax.
     return lax.scan(lambda cache, _: step(cache, *arguments), cache, None, length=STEPS)
 
 
-def cache_shapes(num_pages: int, backend: Any) -> kvjax.KVCache:
+def cache_shapes(num_pages: int, max_context: int, backend: Any) -> kvjax.KVCache:
     """The cache as shapes: nothing is allocated."""
     spec = kvjax.CacheSpec.uniform(layers=LAYERS, kv_heads=KV_HEADS, head_dim=DIM)
-    build = partial(kvjax.init, spec, rows=ROWS, num_pages=num_pages, page_size=PAGE_SIZE, max_context=1 << 16)
+    build = partial(kvjax.init, spec, rows=ROWS, num_pages=num_pages, page_size=PAGE_SIZE, max_context=max_context)
     return jax.eval_shape(partial(build, backend=backend))
 
 
 def check(case: Case, compile_for: Compile, backend: Any, slack: int) -> tuple[bool, str]:
     """(in place, a line that says so) for one call."""
     found = []
-    for num_pages in (SMALL, LARGE):
-        cache = cache_shapes(num_pages, backend)
+    for num_pages, max_context in ((SMALL, NARROW), (LARGE, WIDE)):
+        cache = cache_shapes(num_pages, max_context, backend)
         donate = () if case.reads_only else (0,)
         memory = compile_for(case.function, cache, *case.arguments, donate=donate).memory_analysis()
         whole = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
