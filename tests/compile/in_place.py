@@ -30,9 +30,10 @@ ROWS, LAYERS, KV_HEADS, Q_HEADS, DIM, PAGE_SIZE = 64, 1, 1, 2, 64, 16
 NARROW, WIDE = 1 << 14, 1 << 20
 """Positions a row may hold, in the small and the large cache: page tables of 1,024 and 65,536 columns."""
 PREFILL, MAX_PAGES, STEPS = 256, 512, 8
-SLACK_BYTES = {"cpu": 4096, "h200": 4096, "v6e": 1 << 20}
-"""How much more temporaries the larger pool may take.  On CPU and GPU: alignment.  The TPU compiler chooses other
-scratch for small arrays than for large ones, up to 0.6 MB seen; one copy of a per-page array would be 16 MiB."""
+SLACK_BYTES = {"cpu": 4096, "h200": 4096, "v6e": 4 << 20}
+"""How much more temporaries the large cache may take.  On CPU and GPU: alignment.  The TPU compiler chooses other
+scratch for small arrays than for large ones, up to 1.6 MB in all seen; one copy of a per-page array or of the page
+table would be 16 MiB."""
 
 Compile = Callable[..., jax.stages.Compiled]
 
