@@ -64,7 +64,7 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     for name in (options.png, options.json) if options.cache == "paged" else (options.json,):
-        _write(name, lambda path: path.touch())  # now rather than after two minutes of work
+        _write(name, lambda path: path.open("a").close())  # now rather than after two minutes of work
     loaded = load_model(options.model)
     prompts = _tokenise(loaded)
     page_map = PageMap() if options.cache == "paged" else None

@@ -74,7 +74,9 @@ def add_parser(commands: Any) -> None:
         metavar="T",
         help="0 is greedy; 1 the model's own distribution (default: 0)",
     )
-    sampling.add_argument("--top-k", type=whole_number(0), default=0, metavar="K", help="0 is all tokens (default: 0)")
+    sampling.add_argument(
+        "--top-k", type=whole_number(0, 2**31 - 1), default=0, metavar="K", help="0 is all tokens (default: 0)"
+    )
     sampling.add_argument(
         "--top-p", type=real_number(0, 1, exclusive=True), default=1.0, metavar="P", help="nucleus (default: 1)"
     )

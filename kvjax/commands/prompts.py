@@ -46,14 +46,18 @@ def read_prompts(path: str) -> list[Prompt]:
 def _parse(source: str, line: bytes) -> Prompt:
     try:
         entry = json.loads(line)
-    except ValueError as error:  # of JSON and of UTF-8
+    except (ValueError, RecursionError) as error:  # of JSON and of UTF-8; nested too deeply
         return Prompt(source, problem=f"is not JSON ({error})")
     if not isinstance(entry, dict) or ("prompt" in entry) == ("prompt_ids" in entry):
         return Prompt(source, problem='must be an object with either "prompt" or "prompt_ids"')
     if "prompt" in entry:
         return check_text(source, entry["prompt"])
     ids = entry["prompt_ids"]
-    if not isinstance(ids, list) or not ids or not all(isinstance(one, int) and one is not True for one in ids):
+    if (
+        not isinstance(ids, list)
+        or not ids
+        or not all(isinstance(one, int) and not isinstance(one, bool) for one in ids)
+    ):
         return Prompt(source, problem='"prompt_ids" must be a list of token ids, at least one')
     return Prompt(source, ids=tuple(ids))
 
@@ -62,4 +66,8 @@ def check_text(source: str, text: Any) -> Prompt:
     """A prompt given as text."""
     if not isinstance(text, str) or not text:
         return Prompt(source, problem='"prompt" must be a text, not empty')
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return Prompt(source, problem=f'"prompt" is no valid Unicode text ({error.reason} at character {error.start})')
     return Prompt(source, text=text)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 MAX_EOS = 8
@@ -41,12 +43,16 @@ class Request:
     def __post_init__(self) -> None:
         if not self.prompt:
             raise ValueError("prompt is empty; give at least one token id")
-        if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens={self.max_new_tokens} must be at least 1")
+        for name, ids in (("prompt", self.prompt), ("eos", self.eos)):
+            for token in ids:
+                if isinstance(token, bool) or not isinstance(token, int | np.integer) or not 0 <= token < 2**31:
+                    raise ValueError(f"{name} holds {token!r}, which is no token id; ids are integers from 0")
+        if not isinstance(self.max_new_tokens, int | np.integer) or self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens={self.max_new_tokens} must be an integer of at least 1")
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature={self.temperature} must be a finite number, 0 (greedy) or above")
-        if self.top_k < 0:
-            raise ValueError(f"top_k={self.top_k} must be 0 (all tokens) or above")
+        if not 0 <= self.top_k < 2**31:
+            raise ValueError(f"top_k={self.top_k} must be 0 (all tokens) or above, and below 2**31")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1")
         if not 0 <= self.seed < 2**32:
