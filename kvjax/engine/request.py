@@ -45,8 +45,10 @@ class Request:
             raise ValueError("prompt is empty; give at least one token id")
         for name, ids in (("prompt", self.prompt), ("eos", self.eos)):
             for token in ids:
-                if isinstance(token, bool) or not isinstance(token, int | np.integer) or not 0 <= token < 2**31:
-                    raise ValueError(f"{name} holds {token!r}, which is no token id; ids are integers from 0")
+                if isinstance(token, bool) or not isinstance(token, int | np.integer):
+                    raise ValueError(f"{name} holds {token!r}, which is no token id; ids are integers")
+        if self.eos and not 0 <= min(self.eos) <= max(self.eos) < 2**31:
+            raise ValueError(f"eos={self.eos} must hold ids from 0 to 2**31 − 1")
         if not isinstance(self.max_new_tokens, int | np.integer) or self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens={self.max_new_tokens} must be an integer of at least 1")
         if not 0 <= self.temperature < float("inf"):
