@@ -2,10 +2,10 @@
 
 Runs in an environment of its own; nothing of kvjax is imported here:
 
-    python3.11 -m venv /tmp/oracle && /tmp/oracle/bin/pip install torch==2.13.0 transformers accelerate gguf safetensors
-    /tmp/oracle/bin/python tests/oracle/make_fixtures.py tiny
-    /tmp/oracle/bin/python tests/oracle/make_fixtures.py rope
-    /tmp/oracle/bin/python tests/oracle/make_fixtures.py smollm2 PATH/TO/SmolLM2-135M-Instruct.Q4_1.gguf
+    python3.11 -m venv oracle-env && oracle-env/bin/pip install torch==2.13.0 transformers accelerate gguf safetensors
+    oracle-env/bin/python tests/oracle/make_fixtures.py tiny
+    oracle-env/bin/python tests/oracle/make_fixtures.py rope
+    oracle-env/bin/python tests/oracle/make_fixtures.py smollm2 PATH/TO/SmolLM2-135M-Instruct.Q4_1.gguf
 
 Float32 on the CPU, one sequence at a time, eager attention.  Greedy decoding does not stop at the end token: 64 (or 48)
 tokens each.  A margin is the highest logit less the second highest at that step.
