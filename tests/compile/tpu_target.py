@@ -6,7 +6,7 @@ is used.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
@@ -37,7 +37,13 @@ def device(target: str) -> jax.Device:
     return topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[target]).devices[0]
 
 
-def compile_for(target: str, function: Callable, *shapes: Any, donate: tuple[int, ...] = ()) -> jax.stages.Compiled:
+def compile_for(
+    target: str,
+    function: Callable,
+    *shapes: Any,
+    donate: tuple[int, ...] = (),
+    options: Mapping[str, str] | None = None,
+) -> jax.stages.Compiled:
     """Compiles `function(*shapes)` for one device of a TPU; nothing can be run, everything can be asked.
 
     Args:
@@ -45,6 +51,7 @@ def compile_for(target: str, function: Callable, *shapes: Any, donate: tuple[int
       function: traced as `jax.jit` would; bind static arguments with functools.partial. It may be jitted already.
       shapes: pytrees of `jax.ShapeDtypeStruct`, or of anything else with a shape and a dtype.
       donate: positions of the donated arguments.
+      options: of the compiler, in place of its defaults.
 
     Returns the compiled program: `memory_analysis()` tells aliased and temporary bytes, `as_text()` the optimised HLO.
     Raises jax.errors.JaxRuntimeError where the compiler refuses (memory overflow, an unsupported layout).
@@ -56,4 +63,4 @@ def compile_for(target: str, function: Callable, *shapes: Any, donate: tuple[int
     mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=kind)
     with jax.sharding.use_abstract_mesh(mesh):
         traced = jax.jit(function, donate_argnums=donate).trace(*placed)
-        return traced.lower(lowering_platforms=("tpu",)).compile()
+        return traced.lower(lowering_platforms=("tpu",)).compile(compiler_options=options and dict(options))
