@@ -154,6 +154,23 @@ def release(cache: Any, rows: Bool[Array, " rows"], *, max_pages: int) -> tuple[
 
 
 @singledispatch
+def truncate(
+    cache: Any, length: Int32[Array, " rows"], *, max_pages: int, rows: Bool[Array, " rows"] | None = None
+) -> tuple[Any, Int32[Array, " rows"]]:
+    """Rewinds rows to `length` committed tokens and gives back what lies beyond, reserved positions included.
+
+    Args:
+      cache: the cache; donate it.
+      length: the new length of each row; its present length gives back just what was reserved and not committed.
+      max_pages: static bound on the pages unmapped in one group, over all rows; OVER_BOUND beyond it.
+      rows: the rows to act on; all if None.
+
+    Returns the cache and `Status` codes: NOT_RESERVED where `length` is negative or beyond the committed length.
+    """
+    raise TypeError(f"{type(cache).__name__} is not a kvjax cache")
+
+
+@singledispatch
 def advance(cache: Any, completed: Int32[Array, ""] | None = None) -> Any:
     """Closes the epoch and frees the pages dropped up to the end of epoch `completed`; O(1).
 
@@ -255,23 +272,23 @@ def _(cache: KVCache, completed: Int32[Array, ""] | None = None) -> KVCache:
     return replace(cache, table=table)
 
 
-def truncate(
+@truncate.register
+def _(
     cache: KVCache, length: Int32[Array, " rows"], *, max_pages: int, rows: Bool[Array, " rows"] | None = None
 ) -> tuple[KVCache, Int32[Array, " rows"]]:
-    """Rewinds rows to `length` committed tokens and gives back what lies beyond; see `pages.truncate`."""
     table, info = pages.truncate(cache.table, length, max_pages=max_pages, rows=rows)
     return replace(cache, table=table), info.status
 
 
 def fork(cache: KVCache, parent: Int32[Array, " rows"], *, max_pages: int) -> tuple[KVCache, Int32[Array, " rows"]]:
     """Empty rows share a parent's committed pages until they write; see `pages.fork`."""
-    table, info = pages.fork(cache.table, parent, max_pages=max_pages)
+    table, info = pages.fork(_paged(cache).table, parent, max_pages=max_pages)
     return replace(cache, table=table), info.status
 
 
 def reorder(cache: KVCache, parent: Int32[Array, " rows"], *, max_pages: int) -> tuple[KVCache, Int32[Array, " rows"]]:
     """Every row takes its parent's pages at once, for beam search; see `pages.reorder`."""
-    table, info = pages.reorder(cache.table, parent, max_pages=max_pages)
+    table, info = pages.reorder(_paged(cache).table, parent, max_pages=max_pages)
     return replace(cache, table=table), info.status
 
 
@@ -283,15 +300,40 @@ def adopt(
     max_pages: int,
 ) -> tuple[KVCache, Int32[Array, " rows"]]:
     """Empty rows map pages that somebody holds: a prefix hit; see `pages.adopt`."""
-    table, info = pages.adopt(cache.table, pages_of_groups, tokens, max_pages=max_pages)
+    table, info = pages.adopt(_paged(cache).table, pages_of_groups, tokens, max_pages=max_pages)
     return replace(cache, table=table), info.status
+
+
+def take_part(cache: KVCache, name: str) -> KVCache:
+    """The groups joined under `name` (see `CacheSpec.join`) as a cache of their own, for the model they belong to.
+
+    Rows and lengths are the whole cache's.  Write and attend through it, then put it back with `put_part`; what moves
+    ownership (`reserve`, `commit`, …) is called on the whole cache.  Costs nothing.
+    """
+    spec, indices = cache.spec.part(name)
+    return replace(
+        cache,
+        table=replace(cache.table, groups=tuple(cache.table.groups[index] for index in indices)),
+        pools=tuple(cache.pools[index] for index in indices),
+        spec=spec,
+        layouts=tuple(cache.layouts[index] for index in indices),
+    )
+
+
+def put_part(cache: KVCache, name: str, part: KVCache) -> KVCache:
+    """The cache with what `take_part` took, as it is now."""
+    _, indices = cache.spec.part(name)
+    groups, pools = list(cache.table.groups), list(cache.pools)
+    for index, group, arrays in zip(indices, part.table.groups, part.pools, strict=True):
+        groups[index], pools[index] = group, arrays
+    return replace(cache, table=replace(cache.table, groups=tuple(groups)), pools=tuple(pools))
 
 
 def pin(
     cache: KVCache, pages_of_groups: Sequence[Int32[Array, " _"]]
 ) -> tuple[KVCache, tuple[Int32[Array, " ids"], ...]]:
     """Holds pages without a row; see `pages.pin`."""
-    table, info = pages.pin(cache.table, pages_of_groups)
+    table, info = pages.pin(_paged(cache).table, pages_of_groups)
     return replace(cache, table=table), info.status
 
 
@@ -299,8 +341,14 @@ def unpin(
     cache: KVCache, pages_of_groups: Sequence[Int32[Array, " _"]]
 ) -> tuple[KVCache, tuple[Int32[Array, " ids"], ...]]:
     """Lets go of pages that `pin` held; see `pages.unpin`."""
-    table, info = pages.unpin(cache.table, pages_of_groups)
+    table, info = pages.unpin(_paged(cache).table, pages_of_groups)
     return replace(cache, table=table), info.status
+
+
+def _paged(cache: Any) -> KVCache:
+    if not isinstance(cache, KVCache):
+        raise TypeError(f"{type(cache).__name__} has no pages to share or hold; make the cache with kvjax.init")
+    return cache
 
 
 def _locate(cache: KVCache, layer: Layer) -> tuple[int, int | Array]:

@@ -156,6 +156,22 @@ def _(
     return replace(cache, length=cache.length * keep, reserved=cache.reserved * keep), status
 
 
+@paged.truncate.register
+def _(
+    cache: ContiguousCache, length: Int32[Array, " rows"], *, max_pages: int, rows: Bool[Array, " rows"] | None = None
+) -> tuple[ContiguousCache, Int32[Array, " rows"]]:
+    del max_pages  # Nothing is unmapped.
+    chosen = jnp.ones(cache.rows, bool) if rows is None else row_mask("rows", rows, cache.rows)
+    length = row_integers("length", length, cache.rows)
+    valid = (length >= 0) & (length <= cache.length)
+    acts = chosen & valid
+    status = jnp.where(chosen & ~valid, Status.NOT_RESERVED, Status.OK).astype(jnp.int32)
+    cache = replace(
+        cache, length=jnp.where(acts, length, cache.length), reserved=jnp.where(acts, length, cache.reserved)
+    )
+    return cache, status
+
+
 @paged.advance.register
 def _(cache: ContiguousCache, completed: Int32[Array, ""] | None = None) -> ContiguousCache:
     del completed  # Nothing waits to be freed.

@@ -6,7 +6,7 @@ Plain Python, no arrays.  A `CacheSpec` is all that the rest of kvjax needs to k
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from keyword import iskeyword
 from typing import Any
 
@@ -112,6 +112,33 @@ class CacheSpec:
             if layer in group.layers:
                 return index, group.layers.index(layer)
         raise ValueError(f"{layer=} is not in this cache; it has layers 0…{self.num_layers - 1}")
+
+    @classmethod
+    def join(cls, parts: Mapping[str, CacheSpec]) -> CacheSpec:
+        """Several models' caches as one: a token has a place in all of them, or in none.
+
+        Groups are called "part.group", and layers are counted on from one part to the next.  `part` is the inverse.
+        """
+        groups, start = [], 0
+        for name, spec in parts.items():
+            for group in spec.groups:
+                layers = tuple(start + layer for layer in group.layers)
+                groups.append(replace(group, name=f"{name}.{group.name}", layers=layers))
+            start += spec.num_layers
+        return cls(tuple(groups))
+
+    def part(self, name: str) -> tuple[CacheSpec, tuple[int, ...]]:
+        """What was joined under `name`, and the indices of its groups; ValueError if nothing was."""
+        indices = tuple(i for i, group in enumerate(self.groups) if group.name.startswith(f"{name}."))
+        if not indices:
+            raise ValueError(f"no part {name!r} was joined; the groups are {[group.name for group in self.groups]}")
+        groups = [self.groups[index] for index in indices]
+        start = min(layer for group in groups for layer in group.layers)
+        own = [
+            replace(group, name=group.name.removeprefix(f"{name}."), layers=tuple(one - start for one in group.layers))
+            for group in groups
+        ]
+        return CacheSpec(tuple(own)), indices
 
     @classmethod
     def uniform(

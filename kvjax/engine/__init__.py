@@ -5,17 +5,22 @@ from kvjax.engine.engine import Engine
 from kvjax.engine.metrics import Distribution, Metrics, finite
 from kvjax.engine.pagemap import PageMap
 from kvjax.engine.request import Event, FinishReason, Request, Result
+from kvjax.engine.speculation import Drafter, DraftModel, NoDrafts, PromptLookup
 
 __all__ = [
     "Backing",
     "ContiguousBacking",
     "Distribution",
+    "DraftModel",
+    "Drafter",
     "Engine",
     "Event",
     "FinishReason",
     "Metrics",
+    "NoDrafts",
     "PageMap",
     "PagedBacking",
+    "PromptLookup",
     "Request",
     "Result",
     "finite",

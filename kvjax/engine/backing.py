@@ -51,6 +51,10 @@ class Backing(Protocol):
         """Pages that can be taken now.  Traceable."""
         ...
 
+    def faults(self, cache: Any) -> Int32[Array, ""]:
+        """Sticky `kvjax.Fault` bits.  Traceable."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class PagedBacking:
@@ -74,6 +78,9 @@ class PagedBacking:
 
     def free(self, cache: Any) -> Int32[Array, ""]:
         return jnp.min(jnp.stack([group.free for group in cache.table.groups]))
+
+    def faults(self, cache: Any) -> Int32[Array, ""]:
+        return cache.table.faults
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,3 +109,6 @@ class ContiguousBacking:
 
     def free(self, cache: ContiguousCache) -> Int32[Array, ""]:
         return jnp.sum(cache.reserved == 0, dtype=jnp.int32)
+
+    def faults(self, cache: ContiguousCache) -> Int32[Array, ""]:
+        return jnp.int32(0)

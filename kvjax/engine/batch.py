@@ -8,13 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from kvjax.engine.burst import Decode
 from kvjax.engine.request import MAX_EOS
 from kvjax.engine.sampling import Sampler
 from kvjax.engine.scheduler import Share
 from kvjax.engine.sequence import Generation, Sequence
-from kvjax.engine.steps import Decode, Feed, Slots
+from kvjax.engine.steps import Feed, Slots
 
-NO_EOS = -1
+NO_EOS = NO_TOKEN = -1
 
 
 def make_feed(shares: Ordered[Share], *, rows: int, bucket: int) -> Feed:
@@ -49,15 +50,19 @@ def make_slots(generations: Ordered[Generation], *, rows: int, number: int) -> S
     )
 
 
-def make_decode(generations: Ordered[Generation], *, rows: int, number: int, steps: int, yield_early: bool) -> Decode:
-    """Where each generation of a burst stands; all have exactly one pending token."""
-    token, limit = np.zeros(number, np.int32), np.zeros(number, np.int32)
+def make_decode(
+    generations: Ordered[Generation], *, rows: int, number: int, steps: int, yield_early: bool, seen: int = 1
+) -> Decode:
+    """Where each generation of a burst stands, with its `seen` newest tokens; all have exactly one pending token."""
+    history, limit = np.full((number, seen), NO_TOKEN, np.int32), np.zeros(number, np.int32)
     eos = np.full((number, MAX_EOS), NO_EOS, np.int32)
     for slot, generation in enumerate(generations):
-        token[slot], limit[slot] = generation.tokens[-1], generation.remaining
+        newest = generation.tokens[-seen:]
+        history[slot, seen - len(newest) :] = newest
+        limit[slot] = generation.remaining
         eos[slot, : len(generation.request.eos)] = generation.request.eos
     return Decode(
-        token=jnp.asarray(token),
+        history=jnp.asarray(history),
         limit=jnp.asarray(limit),
         eos=jnp.asarray(eos),
         order=_order(generations, rows),

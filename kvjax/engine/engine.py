@@ -7,6 +7,9 @@ from collections.abc import Callable
 from collections.abc import Sequence as Ordered
 from itertools import count
 
+import numpy as np
+from numpy.typing import ArrayLike
+
 from kvjax.engine.backing import Backing
 from kvjax.engine.metrics import Metrics, Recorder
 from kvjax.engine.pagemap import PageMap
@@ -14,6 +17,7 @@ from kvjax.engine.request import Event, FinishReason, Request, Result
 from kvjax.engine.runner import Runner
 from kvjax.engine.scheduler import Scheduler, Share
 from kvjax.engine.sequence import NO_ROW, Generation, Holder, Sequence, pages_for
+from kvjax.engine.speculation import Drafter, NoDrafts
 from kvjax.engine.steps import Report
 from kvjax.engine.text import Decode, TextStream
 from kvjax.models.protocol import Model
@@ -34,6 +38,9 @@ class Engine:
       chunk: tokens of a mixed step, those of decoding requests included.
       burst: decode steps in one device call.
       max_prefixes: prefixes that may be shared; each has a row of its own.
+      drafter: who guesses tokens ahead; see `speculation`.  The tokens are the same, whoever does.
+      on_tokens: called with (request id, new tokens) as they come, while the device works on; from a thread of the
+        runtime, and perhaps with tokens past a stop string, which end up in no result.
       smallest_bucket: batches are padded to powers of two from here up: fewer compilations, more padding.
       decode: token ids → text; needed for stop strings and text in results.
       clock: seconds, monotonic.
@@ -52,6 +59,8 @@ class Engine:
         chunk: int = 64,
         burst: int = 16,
         max_prefixes: int = 1,
+        drafter: Drafter | None = None,
+        on_tokens: Callable[[int, tuple[int, ...]], None] | None = None,
         smallest_bucket: int = 1,
         decode: Decode | None = None,
         clock: Callable[[], float] = time.perf_counter,
@@ -69,7 +78,10 @@ class Engine:
         self._decode = decode
         self._clock = clock
         self._page_map = page_map
-        self._scheduler = Scheduler(backing, max_seqs=max_seqs, chunk=chunk, burst=burst)
+        self._on_tokens = on_tokens
+        drafter = NoDrafts() if drafter is None else drafter
+        model = drafter.serve_with(model)
+        self._scheduler = Scheduler(backing, max_seqs=max_seqs, chunk=chunk, burst=burst * (drafter.tokens + 1))
         self._runner = Runner(
             model,
             backing,
@@ -77,10 +89,14 @@ class Engine:
             max_seqs=max_seqs,
             burst=burst,
             smallest_bucket=smallest_bucket,
+            drafter=drafter,
+            stream=None if on_tokens is None else self._stream,
             clock=clock,
         )
         self._recorder = Recorder(
-            num_pages=backing.num_pages, page_size=backing.page_size, bytes_per_token=model.spec.bytes_per_token
+            num_pages=backing.num_pages,
+            page_size=backing.page_size,
+            bytes_per_token=drafter.serve_with(model).spec.bytes_per_token,
         )
         self._ids = count()
         self._unfinished: dict[int, Generation] = {}
@@ -186,14 +202,28 @@ class Engine:
         else:
             report = self._runner.mixed(shares, sampling)
             self._recorder.steps += 1
+            if self._on_tokens is not None:
+                self._runner.bursting = tuple(sampling)
+                self._stream(report.tokens, report.produced)
         self._recorder.copies_on_write += int(report.copies)
+        self._recorder.drafted_tokens += int(report.drafted)
+        self._recorder.accepted_tokens += int(report.accepted)
+        self._recorder.computed_tokens += int(report.drafted - report.accepted)
         for share in shares:
-            granted = int(report.granted[share.sequence.row])
-            share.sequence.computed += granted
-            self._recorder.computed_tokens += granted
+            committed = int(report.committed[share.sequence.row])
+            share.sequence.computed += committed
+            self._recorder.computed_tokens += committed
         self._observe()
         self._hand_out(sampling, report)
         self._make_room(shares, report)
+
+    def _stream(self, tokens: ArrayLike, count: ArrayLike) -> None:
+        """Tells of one step of a burst while the burst goes on."""
+        assert self._on_tokens is not None
+        tokens, count = np.asarray(tokens), np.asarray(count)
+        for slot, generation in enumerate(self._runner.bursting):
+            if count[slot]:
+                self._on_tokens(generation.id, tuple(tokens[slot, : count[slot]].tolist()))
 
     def _hand_out(self, sampling: Ordered[Generation], report: Report) -> None:
         """Gives every generation the tokens it sampled; ends those that are done."""
@@ -202,7 +232,7 @@ class Engine:
         for slot, generation in enumerate(sampling):
             known = len(generation.tokens)
             sampled = slice(0, int(report.produced[slot]))
-            reason = generation.take(report.tokens[sampled, slot].tolist(), report.margins[sampled, slot].tolist())
+            reason = generation.take(report.tokens[slot, sampled].tolist(), report.margins[slot, sampled].tolist())
             new = tuple(generation.tokens[known:])
             self._recorder.generated(generation.id, len(new), now)
             if reason is not None:

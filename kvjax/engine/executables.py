@@ -9,9 +9,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from kvjax.engine import steps
+from kvjax.engine import burst, steps
 from kvjax.engine.backing import Backing
-from kvjax.engine.steps import Decode, Feed, Report, Slots
+from kvjax.engine.burst import Decode, Stream
+from kvjax.engine.speculation import Drafter
+from kvjax.engine.steps import Feed, Report, Slots
 from kvjax.models.protocol import Model
 
 LEAST_BOUND = 256
@@ -25,12 +27,21 @@ class Executables:
     `compiled` lists what was compiled, in order, as (function, bucket).
     """
 
-    def __init__(self, model: Model, backing: Backing, *, burst: int, clock: Callable[[], float]):
+    def __init__(
+        self,
+        model: Model,
+        backing: Backing,
+        drafter: Drafter,
+        *,
+        burst_steps: int,
+        stream: Stream | None,
+        clock: Callable[[], float],
+    ):
         self._clock = clock
         self._parameters = model.parameters
         self._functions: dict[str, Callable] = {
             "mixed": partial(steps.mixed_step, model, backing),
-            "burst": partial(steps.decode_burst, model, backing, burst),
+            "burst": partial(burst.decode_burst, model, backing, drafter, burst_steps, stream),
             "release": partial(steps.release_rows, backing),
             "fork": steps.fork_rows,
         }
@@ -46,7 +57,7 @@ class Executables:
         return self._run("mixed", feed.tokens.shape[0], (), self._parameters, cache, feed, slots)
 
     def burst(self, cache: Any, decode: Decode, slots: Slots) -> tuple[Any, Report]:
-        """`steps.decode_burst`; the bucket is the number of slots."""
+        """`burst.decode_burst`; the bucket is the number of slots."""
         return self._run("burst", slots.row.shape[0], (), self._parameters, cache, decode, slots)
 
     def release(self, cache: Any, rows: np.ndarray, pages: int) -> tuple[Any, Any, Any]:

@@ -32,7 +32,9 @@ class Metrics:
       requests: submitted.
       finished: how many ended with each finish reason.
       prompt_tokens, generated_tokens: of all requests.
-      computed_tokens: run through the model, recomputation after preemption included, shared prefixes once.
+      computed_tokens: run through the model, recomputation after preemption and rejected drafts included, shared
+        prefixes once.
+      drafted_tokens, accepted_tokens: drafts that were checked, and those that became tokens.
       seconds: from the first submission to the last step, compilation left out.
       tokens_per_second: generated_tokens / seconds.
       ttft_seconds: time to first token, from submission, over requests that got one.
@@ -55,6 +57,8 @@ class Metrics:
     prompt_tokens: int
     generated_tokens: int
     computed_tokens: int
+    drafted_tokens: int
+    accepted_tokens: int
     seconds: float
     tokens_per_second: float
     ttft_seconds: Distribution
@@ -105,7 +109,7 @@ class Recorder:
         self._end = 0.0
         self._peak_pages = self._peak_tokens = 0
         self._useful = self._mapped = 0
-        self.prompt_tokens = self.computed_tokens = 0
+        self.prompt_tokens = self.computed_tokens = self.drafted_tokens = self.accepted_tokens = 0
         self.steps = self.bursts = self.preemptions = self.prefixes_dropped = self.copies_on_write = 0
 
     def submitted(self, request: int, prompt_tokens: int, now: float) -> None:
@@ -141,6 +145,8 @@ class Recorder:
             prompt_tokens=self.prompt_tokens,
             generated_tokens=generated,
             computed_tokens=self.computed_tokens,
+            drafted_tokens=self.drafted_tokens,
+            accepted_tokens=self.accepted_tokens,
             seconds=seconds,
             tokens_per_second=generated / seconds if seconds else float("nan"),
             ttft_seconds=Distribution.of([one.first - one.submitted for one in times if one.first is not None]),

@@ -11,12 +11,14 @@ import numpy as np
 
 from kvjax.engine.backing import Backing
 from kvjax.engine.batch import make_decode, make_feed, make_slots
+from kvjax.engine.burst import Stream
 from kvjax.engine.executables import Executables, power_of_two
 from kvjax.engine.scheduler import Share
 from kvjax.engine.sequence import Generation, Sequence, pages_for
+from kvjax.engine.speculation import Drafter
 from kvjax.engine.steps import Report
 from kvjax.models.protocol import Model
-from kvjax.pages.status import raise_for_status
+from kvjax.pages.status import Fault, PageTableError, raise_for_status
 
 
 class Runner:
@@ -25,6 +27,7 @@ class Runner:
     Attributes:
       cache: the cache; replaced by every call, the old one is donated.
       free: pages that can be taken now.
+      bursting: the generations of the burst that runs now, in the order of its slots.
       executables: the compiled steps.
     """
 
@@ -37,6 +40,8 @@ class Runner:
         max_seqs: int,
         burst: int,
         smallest_bucket: int,
+        drafter: Drafter,
+        stream: Stream | None,
         clock: Callable[[], float],
     ):
         self._page_size = backing.page_size
@@ -44,7 +49,9 @@ class Runner:
         self._max_seqs = max_seqs
         self._burst = burst
         self._smallest_bucket = smallest_bucket
-        self.executables = Executables(model, backing, burst=burst, clock=clock)
+        self._seen = drafter.seen
+        self.bursting: tuple[Generation, ...] = ()
+        self.executables = Executables(model, backing, drafter, burst_steps=burst, stream=stream, clock=clock)
         self.cache: Any = backing.init(model.spec, rows)
         self.free = backing.num_pages
 
@@ -60,8 +67,16 @@ class Runner:
         """Decode steps for generations with one pending token each."""
         # No more slots than requests can run: at most as many tokens as rows is what `attend` takes for decode.
         number = min(self._bucket(len(generations)), self._max_seqs)
-        decode = make_decode(generations, rows=self._rows, number=number, steps=self._burst, yield_early=yield_early)
+        decode = make_decode(
+            generations,
+            rows=self._rows,
+            number=number,
+            steps=self._burst,
+            yield_early=yield_early,
+            seen=self._seen,
+        )
         slots = make_slots(generations, rows=self._rows, number=number)
+        self.bursting = tuple(generations)
         self.cache, report = self.executables.burst(self.cache, decode, slots)
         return self._fetch(report)
 
@@ -87,6 +102,8 @@ class Runner:
 
     def _fetch(self, report: Report) -> Report:
         report = jax.device_get(report)
+        if report.faults:
+            raise PageTableError(f"the page table is unsound ({Fault(int(report.faults))!r}); build a new engine")
         self.free = int(report.free)
         return report
 

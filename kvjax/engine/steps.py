@@ -1,4 +1,4 @@
-"""What runs on the device: one mixed step, a burst of decode steps, a fork and a release.
+"""What runs on the device: one mixed step, a fork and a release; `burst` runs many decode steps.
 
 Each is a pure function of the model, the backing and arrays; `Executables` compiles them with the cache donated.
 Rows are lines of the cache.  Slots are the rows that may sample in this call, packed, so that logits and sampling cost
@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Bool, Float32, Int32, PyTree
 
 import kvjax
@@ -20,7 +19,6 @@ from kvjax.engine.backing import Backing
 from kvjax.engine.sampling import Sampler, sample
 from kvjax.grant import Grant
 from kvjax.models.protocol import Model
-from kvjax.pages.status import Status
 
 
 @jax.tree_util.register_dataclass
@@ -54,27 +52,33 @@ class Slots:
     row: Int32[Array, " slots"]
     sampler: Sampler
 
+    def of(self, values: Int32[Array, " rows"]) -> Int32[Array, " slots"]:
+        """A value of each slot's row; 0 in padding."""
+        return values.at[self.row].get(mode="fill", fill_value=0)
+
+    def to_rows(self, values: Int32[Array, " slots"], rows: int) -> Int32[Array, " rows"]:
+        """The value of each row's slot; 0 for rows without one."""
+        return jnp.zeros(rows, jnp.int32).at[self.row].set(values, mode="drop")
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True)
-class Decode:
-    """Where each slot of a burst stands and when it ends.
+class Log:
+    """What moved ownership, step by step: enough to replay it on another table (see `mirror`).
 
     Attributes:
-      token: the last token, not yet computed.
-      limit: tokens it may still generate.
-      eos: ids that end it; −1 in padding.
-      order: priority of each row.
-      steps: steps of this burst at most.
-      yield_early: end the burst as soon as a slot has finished, because somebody waits for its place.
+      steps: steps that ran.
+      reserve: tokens each row asked for.
+      commit: tokens each row committed.
     """
 
-    token: Int32[Array, " slots"]
-    limit: Int32[Array, " slots"]
-    eos: Int32[Array, "slots max_eos"]
-    order: Int32[Array, " rows"]
     steps: Int32[Array, ""]
-    yield_early: Bool[Array, ""]
+    reserve: Int32[Array, "capacity rows"]
+    commit: Int32[Array, "capacity rows"]
+
+    def append(self, step: Int32[Array, ""], reserve: Int32[Array, " rows"], commit: Int32[Array, " rows"]) -> Log:
+        """The log with one more step."""
+        return Log(step + 1, self.reserve.at[step].set(reserve), self.commit.at[step].set(commit))
 
 
 @jax.tree_util.register_dataclass
@@ -83,100 +87,108 @@ class Report:
     """What a call did.
 
     Attributes:
-      granted: tokens computed a row.
+      committed: tokens committed a row.
       status: `kvjax.Status` a row; in a burst, that of the step that ended it.
-      tokens, margins: what each slot sampled, step by step; the first `produced` of its column count.
+      tokens, margins: what each slot sampled, one after another; the first `produced` of its line count.
       produced: tokens a slot sampled.
       copies: pages copied on write.
+      drafted, accepted: drafts that were checked, and those that became tokens.
       free: free pages afterwards.
+      faults: sticky `kvjax.Fault` bits.
+      log: what moved ownership.
     """
 
-    granted: Int32[Array, " rows"]
+    committed: Int32[Array, " rows"]
     status: Int32[Array, " rows"]
-    tokens: Int32[Array, "steps slots"]
-    margins: Float32[Array, "steps slots"]
+    tokens: Int32[Array, "slots places"]
+    margins: Float32[Array, "slots places"]
     produced: Int32[Array, " slots"]
     copies: Int32[Array, ""]
+    drafted: Int32[Array, ""]
+    accepted: Int32[Array, ""]
     free: Int32[Array, ""]
+    faults: Int32[Array, ""]
+    log: Log
+
+
+def empty_report(*, rows: int, slots: int, steps: int, places: int) -> Report:
+    """A report of nothing yet, with room for `steps` steps and `places` tokens a slot."""
+
+    def zeros(*shape: int) -> Array:
+        return jnp.zeros(shape, jnp.int32)
+
+    return Report(
+        committed=zeros(rows),
+        status=zeros(rows),
+        tokens=zeros(slots, places),
+        margins=jnp.zeros((slots, places), jnp.float32),
+        produced=zeros(slots),
+        copies=zeros(),
+        drafted=zeros(),
+        accepted=zeros(),
+        free=zeros(),
+        faults=zeros(),
+        log=Log(zeros(), zeros(steps, rows), zeros(steps, rows)),
+    )
+
+
+def open_step(
+    backing: Backing, cache: Any, count: Int32[Array, " rows"], order: Int32[Array, " rows"], *, max_tokens: int
+) -> tuple[Any, Grant]:
+    """Frees what earlier steps let go of, and reserves; with `close_step`, all that moves ownership in a step."""
+    return kvjax.reserve(backing.advance(cache), count, max_tokens=max_tokens, order=order)
+
+
+def close_step(
+    backing: Backing, cache: Any, grant: Grant, committed: Int32[Array, " rows"], *, drafts: int = 0, slots: int = 0
+) -> Any:
+    """Commits; with drafts, gives back what was reserved for those that were not accepted.
+
+    Args:
+      backing: of the cache.
+      cache: the cache.
+      grant: from `open_step`.
+      committed: tokens a row, at most those granted.
+      drafts: drafts a slot at most, static.
+      slots: slots that draft at most, static.
+    """
+    cache = kvjax.commit(cache, committed)
+    if drafts:
+        length = grant.context - grant.tokens + committed
+        cache, _ = kvjax.truncate(cache, length, max_pages=slots * -(-drafts // backing.page_size))
+    return cache
 
 
 def mixed_step(
     model: Model, backing: Backing, parameters: PyTree[Array], cache: Any, feed: Feed, slots: Slots
 ) -> tuple[Any, Report]:
-    """Prefills and decodes in one batch.  A row that is refused pages is left as it was."""
-    cache = backing.advance(cache)
-    cache, grant = kvjax.reserve(cache, feed.count, max_tokens=feed.tokens.shape[0], order=feed.order)
+    """Prefills and decodes in one batch, and samples after the last token of each slot's row.
+
+    A row that is refused pages is left as it was.
+    """
+    cache, grant = open_step(backing, cache, feed.count, feed.order, max_tokens=feed.tokens.shape[0])
     # Refused rows leave no gap in the grant, so its places are not those of `feed.tokens`.
     within = jnp.arange(grant.packed, dtype=jnp.int32) - grant.offset.at[grant.row].get(mode="clip")
     place = feed.start.at[grant.row].get(mode="clip") + within
-    cache, token, margin = _compute(model, parameters, cache, grant, feed.tokens.at[place].get(mode="clip"), slots)
+    hidden, cache = model.forward(parameters, cache, grant, feed.tokens.at[place].get(mode="clip"))
+    cache, hidden = kvjax.after(cache, hidden)
+    cache = close_step(backing, cache, grant, grant.tokens)
+    logits = model.logits(parameters, hidden.at[slots.of(grant.last)].get(mode="clip"))
+    token, margin = sample(logits, slots.sampler, slots.of(grant.context))
+    zero = jnp.int32(0)
     return cache, Report(
-        granted=grant.tokens,
+        committed=grant.tokens,
         status=grant.status,
-        tokens=token[None],
-        margins=margin[None],
-        produced=(_of_slots(grant.tokens, slots) > 0).astype(jnp.int32),
+        tokens=token[:, None],
+        margins=margin[:, None],
+        produced=(slots.of(grant.tokens) > 0).astype(jnp.int32),
         copies=grant.copies,
+        drafted=zero,
+        accepted=zero,
         free=backing.free(cache),
+        faults=backing.faults(cache),
+        log=Log(jnp.int32(1), feed.count[None], grant.tokens[None]),
     )
-
-
-def decode_burst(
-    model: Model,
-    backing: Backing,
-    capacity: int,
-    parameters: PyTree[Array],
-    cache: Any,
-    decode: Decode,
-    slots: Slots,
-) -> tuple[Any, Report]:
-    """Up to `decode.steps` ≤ `capacity` decode steps, pages allocated inside, without a word from the host.
-
-    A slot leaves when it samples one of its eos ids or reaches its limit.  The burst ends when all have left, or after
-    a step in which a row was refused a page: the host must then decide who gives way.
-    """
-    number, rows = slots.row.shape[0], decode.order.shape[0]
-
-    def more(state: tuple) -> Bool[Array, ""]:
-        step, live, _, report = state[:4]
-        left = (report.produced > 0) & ~live
-        refused = jnp.any(report.status != Status.OK)
-        return (step < decode.steps) & jnp.any(live) & ~refused & ~(decode.yield_early & jnp.any(left))
-
-    def body(state: tuple) -> tuple:
-        step, live, last, report, cache = state
-        cache = backing.advance(cache)
-        count = jnp.zeros(rows, jnp.int32).at[slots.row].set(live.astype(jnp.int32), mode="drop")
-        token_of_row = jnp.zeros(rows, jnp.int32).at[slots.row].set(last, mode="drop")
-        cache, grant = kvjax.reserve(cache, count, max_tokens=number, order=decode.order)
-        fed = token_of_row.at[grant.row].get(mode="fill", fill_value=0)
-        cache, token, margin = _compute(model, parameters, cache, grant, fed, slots)
-        served = _of_slots(grant.tokens, slots) > 0
-        produced = report.produced + served
-        ended = jnp.any(token[:, None] == decode.eos, axis=1) | (produced >= decode.limit)
-        report = Report(
-            granted=report.granted + grant.tokens,
-            status=grant.status,
-            tokens=report.tokens.at[step].set(token),
-            margins=report.margins.at[step].set(margin),
-            produced=produced,
-            copies=report.copies + grant.copies,
-            free=backing.free(cache),
-        )
-        return step + 1, live & ~(served & ended), jnp.where(served, token, last), report, cache
-
-    start = Report(
-        granted=jnp.zeros(rows, jnp.int32),
-        status=jnp.full(rows, Status.OK, jnp.int32),
-        tokens=jnp.zeros((capacity, number), jnp.int32),
-        margins=jnp.zeros((capacity, number), jnp.float32),
-        produced=jnp.zeros(number, jnp.int32),
-        copies=jnp.zeros((), jnp.int32),
-        free=jnp.zeros((), jnp.int32),
-    )
-    live = slots.row < rows
-    _, _, _, report, cache = lax.while_loop(more, body, (jnp.int32(0), live, decode.token, start, cache))
-    return cache, report
 
 
 def release_rows(
@@ -194,21 +206,3 @@ def release_rows(
 def fork_rows(max_pages: int, cache: Any, parent: Int32[Array, " rows"]) -> tuple[Any, Int32[Array, " rows"]]:
     """Gives empty rows their parent's committed pages; `rows` as parent means no child."""
     return kvjax.fork(cache, parent, max_pages=max_pages)
-
-
-def _compute(
-    model: Model, parameters: PyTree[Array], cache: Any, grant: Grant, tokens: Int32[Array, " packed"], slots: Slots
-) -> tuple[Any, Int32[Array, " slots"], Float32[Array, " slots"]]:
-    """Runs granted tokens through the model, commits them, and samples after the last one of each slot's row."""
-    hidden, cache = model.forward(parameters, cache, grant, tokens)
-    cache, hidden = kvjax.after(cache, hidden)
-    cache = kvjax.commit(cache, grant.tokens)
-    last = hidden.at[_of_slots(grant.last, slots)].get(mode="clip")
-    logits = model.logits(parameters, last)
-    token, margin = sample(logits, slots.sampler, _of_slots(grant.context, slots))
-    return cache, token, margin
-
-
-def _of_slots(values: Int32[Array, " rows"], slots: Slots) -> Int32[Array, " slots"]:
-    """A value of each slot's row; 0 in padding."""
-    return values.at[slots.row].get(mode="fill", fill_value=0)

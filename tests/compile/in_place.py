@@ -35,8 +35,8 @@ PREFILL, MAX_PAGES, STEPS = 256, 512, 8
 SLACK_BYTES = 4096
 """How much more temporaries the large cache may take: alignment."""
 PADDED_LIST_BYTES = 64 << 10
-"""The same on TPU, where a list of 64 rows is padded to 32 KiB and a wider table may need one more of them; the sizes of
-the pool make no difference at all while the table's width stays."""
+"""The same on TPU, where a list of 64 rows is padded to 32 KiB and a wider table may need one more of them; between
+16 thousand and 4 million pages there is no difference while the table's width stays."""
 PLACEMENT_BYTES = 4 << 20
 """What the placement of small arrays may add on TPU, up to 2.8 MB seen; one copy of a per-page array is 16 MiB."""
 WITHOUT_PLACEMENT = {

@@ -6,7 +6,7 @@ import chex
 import jax
 import pytest
 
-from kvjax.engine import Request, steps
+from kvjax.engine import NoDrafts, Request, burst, steps
 from kvjax.engine.batch import make_decode, make_slots
 from kvjax.engine.sequence import Generation
 from tests.engine.serving import PREFIX, make_engine, model, paged, serve
@@ -17,9 +17,8 @@ BUCKETS = {("mixed", 2), ("mixed", 4), ("burst", 1), ("burst", 2), ("fork", 256)
 def many_shapes(monkeypatch, traces):
     """Serves prompts and companies of all sizes, twice, under a limit on traces a step function."""
     chex.clear_trace_counter()
-    for name in ("mixed_step", "decode_burst"):
-        limited = chex.assert_max_traces(getattr(steps, name), n=traces)
-        monkeypatch.setattr(f"kvjax.engine.steps.{name}", limited)
+    for module, name in ((steps, "mixed_step"), (burst, "decode_burst")):
+        monkeypatch.setattr(module, name, chex.assert_max_traces(getattr(module, name), n=traces))
     engine = make_engine(paged(64, 16), max_seqs=2, chunk=4, burst=4, smallest_bucket=1)
     engine.add_prefix(PREFIX[:8])
     for _ in range(2):
@@ -45,8 +44,9 @@ def compiled_burst(num_pages, *, donate=True):
     generation = Generation([1], order=0, row=0, request=Request((1,)), limit=4)
     slots = make_slots([generation], rows=4, number=4)
     decode = make_decode([generation], rows=4, number=4, steps=4, yield_early=False)
-    burst = jax.jit(partial(steps.decode_burst, model(), backing, 4), donate_argnames="cache" if donate else ())
-    memory = burst.lower(model().parameters, cache, decode, slots).compile().memory_analysis()
+    function = partial(burst.decode_burst, model(), backing, NoDrafts(), 4, None)
+    jitted = jax.jit(function, donate_argnames="cache" if donate else ())
+    memory = jitted.lower(model().parameters, cache, decode, slots).compile().memory_analysis()
     return memory, sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
 
 
