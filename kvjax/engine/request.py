@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
-
-import numpy as np
+from numbers import Integral, Real
+from typing import Any, Literal
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -18,7 +17,7 @@ class Request:
     """One prompt and how to continue it.
 
     Attributes:
-      prompt: token ids, at least one.
+      prompt: token ids, at least one: any sequence or 1-D integer array, kept as a tuple of ints.
       max_new_tokens: generated tokens at most, the end-of-sequence token included.
       temperature: 0 is greedy; otherwise logits are divided by it.
       top_k: sample among the k likeliest tokens; 0 is all.  Ties with the k-th are kept.
@@ -28,7 +27,7 @@ class Request:
       eos: token ids that end generation; the token is kept.
 
     Raises:
-      ValueError: a value out of range, named.
+      ValueError: a value of the wrong kind or out of range, named.
     """
 
     prompt: tuple[int, ...]
@@ -41,15 +40,20 @@ class Request:
     eos: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        for name in ("prompt", "eos"):
+            object.__setattr__(self, name, token_ids(name, getattr(self, name)))
         if not self.prompt:
             raise ValueError("prompt is empty; give at least one token id")
-        for name, ids in (("prompt", self.prompt), ("eos", self.eos)):
-            for token in ids:
-                if isinstance(token, bool) or not isinstance(token, int | np.integer):
-                    raise ValueError(f"{name} holds {token!r}, which is no token id; ids are integers")
+        if isinstance(self.stop, str) or not _all_strings(self.stop):
+            raise ValueError(f"stop={self.stop!r} must be a tuple of strings")
+        object.__setattr__(self, "stop", tuple(self.stop))
+        for name, kind, what in _NUMBERS:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, kind):
+                raise ValueError(f"{name}={value!r} must be {what}")
         if self.eos and not 0 <= min(self.eos) <= max(self.eos) < 2**31:
             raise ValueError(f"eos={self.eos} must hold ids from 0 to 2**31 − 1")
-        if not isinstance(self.max_new_tokens, int | np.integer) or self.max_new_tokens < 1:
+        if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens={self.max_new_tokens} must be an integer of at least 1")
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature={self.temperature} must be a finite number, 0 (greedy) or above")
@@ -63,6 +67,31 @@ class Request:
             raise ValueError("stop holds an empty string, which every text contains")
         if len(self.eos) > MAX_EOS:
             raise ValueError(f"eos names {len(self.eos)} token ids; at most {MAX_EOS} are supported")
+
+
+_NUMBERS = (
+    ("max_new_tokens", Integral, "an integer"),
+    ("temperature", Real, "a number"),
+    ("top_k", Integral, "an integer"),
+    ("top_p", Real, "a number"),
+    ("seed", Integral, "an integer"),
+)
+
+
+def token_ids(name: str, values: Any) -> tuple[int, ...]:
+    """Token ids as a tuple of ints, from any sequence or 1-D integer array; ValueError calls them `name`."""
+    try:
+        listed = list(values.tolist() if hasattr(values, "tolist") else values)
+    except TypeError as error:
+        raise ValueError(f"{name}={values!r} must be a sequence of token ids") from error
+    for token in listed:
+        if isinstance(token, bool) or not isinstance(token, Integral):
+            raise ValueError(f"{name} holds {token!r}, which is no token id; ids are integers")
+    return tuple(int(token) for token in listed)
+
+
+def _all_strings(values: Any) -> bool:
+    return isinstance(values, tuple | list) and all(isinstance(value, str) for value in values)
 
 
 @dataclass(frozen=True, slots=True)

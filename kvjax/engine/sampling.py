@@ -24,13 +24,14 @@ class Sampler:
 def sample(
     logits: Float32[Array, "slots vocabulary"], sampler: Sampler, position: Int32[Array, " slots"]
 ) -> tuple[Int32[Array, " slots"], Float32[Array, " slots"]]:
-    """The token each slot continues with, and by how much its score beat the second best.
+    """The token each slot continues with, and by how much its score beat the second best: NaN if its logits have a NaN
+    or +inf among them, or nothing above −inf, and the token means nothing.
 
     The noise of a slot depends on its seed and on `position`, where the new token will stand in its sequence, and on
     nothing else: not on the batch, nor on how often the sequence was preempted and recomputed.  It is drawn a token id,
     not a rank, so that logits that differ in the last bit still choose the same token.
 
-    Cost: three passes over the logits; a sort as well when any slot has a temperature.
+    Cost: four passes over the logits; a sort as well when any slot has a temperature.
     """
     scores = lax.cond(
         jnp.any(sampler.temperature > 0), _perturbed, lambda logits, *_: logits, logits, sampler, position
@@ -38,7 +39,8 @@ def sample(
     token = jnp.argmax(scores, axis=-1).astype(jnp.int32)
     best = jnp.max(scores, axis=-1)
     others = jnp.where(jnp.arange(scores.shape[-1]) == token[:, None], -jnp.inf, scores)
-    return token, best - jnp.max(others, axis=-1)
+    sound = jnp.isfinite(jnp.max(logits, axis=-1))
+    return token, jnp.where(sound, best - jnp.max(others, axis=-1), jnp.nan)
 
 
 def _perturbed(

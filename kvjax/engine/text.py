@@ -11,11 +11,17 @@ INCOMPLETE = "\ufffd"
 """What decoders put where bytes of a character are still missing."""
 
 
+class DecodeError(RuntimeError):
+    """The caller's `decode` raised, or gave no string; the message says which."""
+
+
 class TextStream:
     """The text of one request as its tokens arrive.
 
     A token's text can depend on the one before it (leading spaces) and may end inside a character, so each piece is the
     difference between two decodings of a short window that starts at the last whole piece.  O(1) decoding a token.
+
+    Whatever goes wrong in `decode` comes out as `DecodeError`, and the stream ends with the text it has.
     """
 
     def __init__(self, decode: Decode, stop: Sequence[str] = ()):
@@ -31,8 +37,7 @@ class TextStream:
     def push(self, token: int) -> bool:
         """Adds one token; True if its text completes a stop string, which ends the stream."""
         self._tokens.append(token)
-        whole = self._decode(self._tokens[self._window :])
-        known = self._decode(self._tokens[self._window : self._read])
+        whole, known = self._window_text()
         if len(whole) > len(known) and not whole.endswith(INCOMPLETE):
             self._append(whole[len(known) :])
             self._window, self._read = self._read, len(self._tokens)
@@ -46,11 +51,25 @@ class TextStream:
     def finish(self) -> str:
         """Ends the stream and hands out the rest, bytes of an unfinished character included."""
         if not self.stopped:
-            whole = self._decode(self._tokens[self._window :])
-            known = self._decode(self._tokens[self._window : self._read])
+            whole, known = self._window_text()
             self._append(whole[len(known) :])
             self._window = self._read = len(self._tokens)
         return self._hand_out(len(self.text))
+
+    def _window_text(self) -> tuple[str, str]:
+        """The text of the window, and of that part of it which is in `text` already."""
+        return self._text(self._window, len(self._tokens)), self._text(self._window, self._read)
+
+    def _text(self, start: int, end: int) -> str:
+        try:
+            text = self._decode(self._tokens[start:end])
+        except Exception as error:  # the caller's code: it may raise anything
+            self.stopped = True
+            raise DecodeError(f"decode raised {type(error).__name__}: {error}") from error
+        if not isinstance(text, str):
+            self.stopped = True
+            raise DecodeError(f"decode gave {type(text).__name__}, not a string")
+        return text
 
     def _append(self, piece: str) -> None:
         before = len(self.text)

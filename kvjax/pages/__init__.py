@@ -6,7 +6,7 @@ from kvjax.pages.invariants import check_invariants
 from kvjax.pages.pins import PinInfo, pin, unpin
 from kvjax.pages.share import adopt, fork, reorder
 from kvjax.pages.shrink import release, truncate
-from kvjax.pages.status import Fault, PageTableError, Status, raise_for_status
+from kvjax.pages.status import Fault, PageTableError, Status, raise_for_faults, raise_for_status
 from kvjax.pages.table import GroupPages, GroupShape, PageTable, make_page_table
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "make_page_table",
     "pages_needed",
     "pin",
+    "raise_for_faults",
     "raise_for_status",
     "release",
     "reorder",

@@ -67,6 +67,16 @@ def raise_for_status(status: Any, *, operation: str = "transition", allow: Colle
         raise PageTableError(f"{operation} refused {listing}{more}; these rows are unchanged. {repairs}")
 
 
+def raise_for_faults(faults: Any) -> None:
+    """Raises PageTableError if sticky fault bits are set, naming them.  Waits for the device."""
+    found = Fault(int(faults))
+    if found:
+        raise PageTableError(
+            f"the page table is no longer sound: faults {found!r}.  The cache was changed other than by its "
+            "transitions, or committed more than was granted.  Build a new one; check_invariants says what broke"
+        )
+
+
 _REPAIR = {
     Status.OUT_OF_PAGES: "Release rows or build the cache with more pages.",
     Status.PAGES_PENDING: "Call advance once the steps in flight are complete.",

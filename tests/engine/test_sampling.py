@@ -119,3 +119,13 @@ def test_noise_by_slot_is_noticed():
 def test_seeds_and_positions_give_other_noise():
     assert (samples(64, seed=1) != samples(64, seed=2)).any()
     assert len(set(samples(64))) > 1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_only_slots_whose_logits_are_sound_have_a_margin(temperature):
+    inf, nan = float("inf"), float("nan")
+    logits = jnp.array([[1.0, 2, 3], [1, nan, 3], [inf, 1, 2], [inf, inf, 1], [-inf, -inf, -inf], [-inf, 2, -inf]])
+    settings = sampler(len(logits), temperature=temperature)
+    token, margin = jitted(logits, settings, jnp.arange(len(logits), dtype=jnp.int32))
+    assert np.isnan(margin).tolist() == [False, True, True, True, True, False]
+    assert int(token[5]) == 1 and margin[5] == inf
