@@ -52,7 +52,7 @@ class Backing(Protocol):
         ...
 
     def faults(self, cache: Any) -> Int32[Array, ""]:
-        """Sticky `kvjax.Fault` bits.  Traceable."""
+        """Sticky `kvjax.Fault` bits; 0 in a sound cache.  Traceable."""
         ...
 
 

@@ -16,7 +16,7 @@ import kvjax
 from kvjax.engine.backing import Backing
 from kvjax.engine.sampling import sample
 from kvjax.engine.speculation import Drafter, Drafting, agreed
-from kvjax.engine.steps import Report, Slots, close_step, empty_report, open_step
+from kvjax.engine.steps import Report, Slots, close_step, empty_report, next_logits, open_step
 from kvjax.models.protocol import Model
 from kvjax.pages.status import Status
 
@@ -120,7 +120,7 @@ def decode_burst(
         cache, hidden = kvjax.after(cache, hidden)
         places = (slots.of(grant.offset)[:, None] + place).reshape(-1)
         position = (slots.of(grant.context - grant.tokens)[:, None] + 1 + place).reshape(-1)
-        logits = model.logits(parameters, hidden.at[places].get(mode="clip"))
+        logits = next_logits(model, parameters, grant, hidden, places)
         token, margin = (value.reshape(number, most) for value in sample(logits, samplers, position))
 
         accepted = agreed(guess, token, drafted)

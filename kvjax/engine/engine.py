@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Ordered
+from dataclasses import replace
 from itertools import count
+from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -13,13 +16,15 @@ from numpy.typing import ArrayLike
 from kvjax.engine.backing import Backing
 from kvjax.engine.metrics import Metrics, Recorder
 from kvjax.engine.pagemap import PageMap
-from kvjax.engine.request import Event, FinishReason, Request, Result
+from kvjax.engine.request import Event, FinishReason, Request, Result, token_ids
 from kvjax.engine.runner import Runner
 from kvjax.engine.scheduler import Scheduler, Share
-from kvjax.engine.sequence import NO_ROW, Generation, Holder, Sequence, pages_for
+from kvjax.engine.sequence import NO_ROW, Generation, Sequence, pages_for
 from kvjax.engine.speculation import Drafter, NoDrafts
 from kvjax.engine.steps import Report
+from kvjax.engine.swap import Swap, pages_to_restore
 from kvjax.engine.text import Decode, TextStream
+from kvjax.inputs import static_size
 from kvjax.models.protocol import Model
 from kvjax.pages.status import Status, raise_for_status
 
@@ -37,7 +42,10 @@ class Engine:
       max_seqs: requests that run at once.
       chunk: tokens of a mixed step, those of decoding requests included.
       burst: decode steps in one device call.
-      max_prefixes: prefixes that may be shared; each has a row of its own.
+      max_prefixes: prefixes that may be registered to be shared; each has a row of its own.
+      preemption: what becomes of the pages of a request that gives way: "recompute" drops them, "swap" moves them to
+        the host and back.
+      host_bytes: host memory that swapped pages may take, for "swap"; who finds no room there is recomputed.
       drafter: who guesses tokens ahead; see `speculation`.  The tokens are the same, whoever does.
       on_tokens: called with (request id, new tokens) as they come, while the device works on; from a thread of the
         runtime, and perhaps with tokens past a stop string, which end up in no result.
@@ -47,7 +55,8 @@ class Engine:
       page_map: records who owns which page after every step; for caches with pages.
 
     Raises:
-      ValueError: a size below 1, or a page map without pages.
+      ValueError: a size below 1, a negative max_prefixes, swapping without host_bytes, or swapping or a page map
+        without pages.
     """
 
     def __init__(
@@ -59,6 +68,8 @@ class Engine:
         chunk: int = 64,
         burst: int = 16,
         max_prefixes: int = 1,
+        preemption: Literal["recompute", "swap"] = "recompute",
+        host_bytes: int | None = None,
         drafter: Drafter | None = None,
         on_tokens: Callable[[int, tuple[int, ...]], None] | None = None,
         smallest_bucket: int = 1,
@@ -66,26 +77,31 @@ class Engine:
         clock: Callable[[], float] = time.perf_counter,
         page_map: PageMap | None = None,
     ):
-        sizes = {"max_seqs": max_seqs, "chunk": chunk, "burst": burst, "smallest_bucket": smallest_bucket}
-        for name, value in sizes.items():
-            if value < 1:
-                raise ValueError(f"{name}={value} must be at least 1")
+        max_seqs = static_size("max_seqs", max_seqs)
+        chunk, burst = static_size("chunk", chunk), static_size("burst", burst)
+        smallest_bucket = static_size("smallest_bucket", smallest_bucket)
+        max_prefixes = static_size("max_prefixes", max_prefixes, least=0)
         if page_map is not None and not backing.shares_pages:
             raise ValueError("a page map shows the pages of a paged cache; this one has none")
         self._vocabulary = model.vocabulary
         self._backing = backing
-        self._max_prefixes = max_prefixes if backing.shares_pages else 0
+        self._max_prefixes = max_prefixes
         self._decode = decode
         self._clock = clock
         self._page_map = page_map
         self._on_tokens = on_tokens
         drafter = NoDrafts() if drafter is None else drafter
         model = drafter.serve_with(model)
-        self._scheduler = Scheduler(backing, max_seqs=max_seqs, chunk=chunk, burst=burst * (drafter.tokens + 1))
+        # One row more than registered prefixes need: only the first group in the queue ever computes its own.
+        prefix_rows = max_prefixes + 1 if backing.shares_pages else 0
+        self._scheduler = Scheduler(
+            backing, max_seqs=max_seqs, prefix_rows=prefix_rows, chunk=chunk, burst=burst * (drafter.tokens + 1)
+        )
+        self._max_seqs = max_seqs
         self._runner = Runner(
             model,
             backing,
-            rows=max_seqs + self._max_prefixes,
+            rows=max_seqs + prefix_rows,
             max_seqs=max_seqs,
             burst=burst,
             smallest_bucket=smallest_bucket,
@@ -93,10 +109,11 @@ class Engine:
             stream=None if on_tokens is None else self._stream,
             clock=clock,
         )
+        self._swap = self._make_swap(preemption, host_bytes)
         self._recorder = Recorder(
             num_pages=backing.num_pages,
             page_size=backing.page_size,
-            bytes_per_token=drafter.serve_with(model).spec.bytes_per_token,
+            bytes_per_token=model.spec.bytes_per_token,
         )
         self._ids = count()
         self._unfinished: dict[int, Generation] = {}
@@ -106,8 +123,8 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        """Nothing runs, waits, or remains to be told."""
-        return not self._unfinished and not self._events
+        """Nothing runs, waits, is on its way to the host, or remains to be told."""
+        return not (self._unfinished or self._events or self._arriving)
 
     @property
     def compiled(self) -> list[tuple[str, int]]:
@@ -118,24 +135,30 @@ class Engine:
         """Queues a request and returns its id.
 
         One that can never be served ends with finish_reason "error" at once; everybody else goes on.
+
+        Raises:
+          TypeError: not a `Request`.
         """
-        number = next(self._ids)
-        self._recorder.submitted(number, len(request.prompt), self._now())
-        generation = Generation(
-            list(request.prompt),
-            order=number,
-            id=number,
-            request=request,
-            limit=min(request.max_new_tokens, self._backing.max_context - len(request.prompt)),
-            text=None if self._decode is None else TextStream(self._decode, request.stop),
-        )
-        self._unfinished[number] = generation
-        problem = self._why_not(request)
-        if problem is None:
-            self._scheduler.waiting.append(generation)
-        else:
-            self._tell(generation, "error", error=problem)
-        return number
+        self._check_kind(request)
+        return self._submit([request])[0]
+
+    def submit_samples(self, request: Request, number: int) -> tuple[int, ...]:
+        """Queues `number` samples of one request, with the seeds request.seed, request.seed + 1, …; returns their ids.
+
+        Their tokens are those of as many requests with these seeds.  What differs is the cost: the prompt is computed
+        once but for its last token, and its pages are shared; a partly filled one is copied when a sample writes to it.
+        They start together, and give way and come back together, so there can be no more than `max_seqs` of them.  A
+        contiguous cache shares nothing: there they are requests like others.
+
+        Raises:
+          TypeError: not a `Request`.
+          ValueError: `number` is not from 1 to max_seqs, or a seed would pass 2**32 − 1.
+        """
+        number = static_size("number", number)
+        if number > self._max_seqs:
+            raise ValueError(f"{number=} samples cannot run at once; raise max_seqs={self._max_seqs} or ask for fewer")
+        self._check_kind(request)
+        return self._submit([replace(request, seed=request.seed + index) for index in range(number)])
 
     def add_prefix(self, tokens: Ordered[int]) -> None:
         """Lets requests that begin with `tokens` share one computation and one copy of them.
@@ -146,17 +169,18 @@ class Engine:
         Raises:
           ValueError: an empty prefix, one that does not fit the cache, or more prefixes than `max_prefixes`.
         """
-        prefix = tuple(tokens)
+        prefix = token_ids("a shared prefix", tokens)
         if not prefix:
             raise ValueError("a shared prefix needs at least one token")
         problem = self._why_not(Request(prefix))
         if problem is not None:
             raise ValueError(f"a shared prefix is a prompt too: {problem}")
-        if not self._backing.shares_pages or prefix in self._scheduler.prefixes:
+        registered = self._scheduler.prefixes.registered
+        if not self._backing.shares_pages or prefix in registered:
             return
-        if len(self._scheduler.prefixes) == self._max_prefixes:
+        if len(registered) == self._max_prefixes:
             raise ValueError(f"max_prefixes={self._max_prefixes} prefixes are shared already; raise max_prefixes")
-        self._scheduler.prefixes.append(prefix)
+        registered.append(prefix)
 
     def cancel(self, request: int) -> bool:
         """Ends a request before the next step, wherever it is; False if it has finished already or never was.
@@ -169,17 +193,26 @@ class Engine:
         return True
 
     def run(self, on_event: Callable[[Event], None] | None = None) -> list[Result]:
-        """Steps until idle; returns the results of all requests so far, by id."""
+        """Steps until idle; returns the results of all requests so far, by id.
+
+        What `on_event` raises ends the call.  The events after the one it was given then wait for the next `step` or
+        `run`, and nothing is lost.
+        """
         while not self.idle:
-            for event in self.step():
-                if on_event is not None:
-                    on_event(event)
+            events = deque(self.step())
+            try:
+                while events:
+                    event = events.popleft()
+                    if on_event is not None:
+                        on_event(event)
+            finally:
+                self._events[:0] = events
         return [self.results[number] for number in sorted(self.results)]
 
     def step(self) -> list[Event]:
         """Runs one step; returns what happened to whom."""
         self._serve_cancellations()
-        self._runner.fork([one for one in self._scheduler.admit(self._runner.free) if one.holder is not None])
+        self._admit()
         shares = self._scheduler.plan()
         if shares:
             self._serve(shares)
@@ -189,6 +222,79 @@ class Engine:
     def metrics(self) -> Metrics:
         """What it cost so far."""
         return self._recorder.summary(compile_seconds=self._runner.executables.compile_seconds)
+
+    @staticmethod
+    def _check_kind(request: Request) -> None:
+        if not isinstance(request, Request):
+            raise TypeError(f"the engine serves kvjax.engine.Request, not {type(request).__name__}")
+
+    def _make_swap(self, preemption: str, host_bytes: int | None) -> Swap | None:
+        if preemption == "recompute":
+            return None
+        if preemption != "swap":
+            raise ValueError(f"{preemption=} must be 'recompute' or 'swap'")
+        if not self._backing.shares_pages:
+            raise ValueError("preemption='swap' moves pages; this cache has none, and nobody in it gives way")
+        if host_bytes is None:
+            raise ValueError("preemption='swap' needs host_bytes, the host memory that swapped pages may take")
+        return Swap(self._runner, page_size=self._backing.page_size, limit=static_size("host_bytes", host_bytes))
+
+    def _submit(self, requests: Ordered[Request]) -> tuple[int, ...]:
+        """Queues requests, as one group of samples if there are several and the cache can share."""
+        problem = self._why_not(requests[0])
+        numbers = tuple(next(self._ids) for _ in requests)
+        for number, request in zip(numbers, requests, strict=True):
+            self._recorder.submitted(number, len(request.prompt), self._now())
+            generation = Generation(
+                list(request.prompt),
+                order=number,
+                id=number,
+                group=numbers[0] if self._backing.shares_pages else number,
+                request=request,
+                limit=min(request.max_new_tokens, self._backing.max_context - len(request.prompt)),
+                text=None if self._decode is None else TextStream(self._decode, request.stop),
+            )
+            self._unfinished[number] = generation
+            if problem is None:
+                self._scheduler.waiting.append(generation)
+            else:
+                self._fail(generation, problem)
+        return numbers
+
+    def _admit(self) -> None:
+        """Lets in who fits, and lets go of prefixes of samples that have taken over the pages."""
+        self._collect()
+        admitted = self._scheduler.admit(self._runner.free)
+        self._runner.fork([one for unit in admitted for one in unit if one.holder is not None])
+        for unit in admitted:
+            generations = [one for one in unit if isinstance(one, Generation)]
+            if generations and generations[0].saved is not None:
+                assert self._swap is not None
+                self._swap.restore(generations)
+                self._recorder.resumed_by_swap += len(generations)
+            else:
+                self._recorder.resumed_by_recompute += sum(one.preempted > 0 for one in generations)
+        self._leave(self._scheduler.unneeded())
+
+    def _collect(self) -> None:
+        """Frees the pages that have arrived on the host; waits for them, and makes do without, if nobody runs."""
+        if self._swap is None:
+            return
+        alone = not self._scheduler.running
+        self._swap.collect(wait=alone)
+        unit = self._scheduler.next_unit()
+        # If nobody runs, nobody will give pages back.  Prefixes may leave a unit no room; then it is computed anew.
+        if alone and unit and unit[0].saved and pages_to_restore(unit, self._backing.page_size) > self._runner.free:
+            for one in unit:
+                self._swap.forget(one)
+
+    def _leave(self, sequences: Ordered[Sequence]) -> None:
+        """Takes sequences off their rows for good, or out of the queue."""
+        self._runner.release([one for one in sequences if one.row != NO_ROW])
+        for one in sequences:
+            self._scheduler.remove(one)
+            if self._swap is not None and isinstance(one, Generation):
+                self._swap.forget(one)
 
     def _serve(self, shares: list[Share]) -> None:
         sampling = [
@@ -253,61 +359,84 @@ class Engine:
         refused = next((share for share in shares if status[share.sequence.row] in lacking), None)
         if refused is None:
             return
+        if self._swap is not None:
+            self._swap.collect(wait=True)  # for pages of those who gave way before
         gave_way = False
-        while self._runner.free < self._scheduler.shortage(refused):
-            victim = self._scheduler.give_way()
-            if victim is None:
+        while self._runner.free + self._arriving < self._scheduler.shortage(refused):
+            victims = self._scheduler.give_way()
+            if not victims:
                 # Giving way may free no page and still help: one that is no longer shared need not be copied.
                 if not gave_way and self._runner.free == report.free:
                     self._give_up(refused.sequence)
                 return
-            self._runner.release([victim])
-            self._scheduler.preempt(victim)
+            self._preempt(victims)
             gave_way = True
-            if isinstance(victim, Holder):
-                self._recorder.prefixes_dropped += 1
-            else:
-                self._recorder.preemptions += 1
-            if victim is refused.sequence:
+            if any(victim is refused.sequence for victim in victims):
                 return
+
+    def _preempt(self, victims: Ordered[Sequence]) -> None:
+        """Takes victims off their rows, their pages to the host if that is wanted and there is room."""
+        generations = [one for one in victims if isinstance(one, Generation)]
+        saved = self._swap.save(generations) if self._swap is not None and generations else None
+        if self._swap is not None and saved is None:
+            self._recorder.swaps_refused += sum(one.computed > 0 for one in generations)
+        if self._swap is not None and saved is not None:
+            self._recorder.swapped_pages += saved.number
+            self._recorder.swapped_bytes += saved.number * self._swap.page_bytes
+        self._runner.release(victims)
+        self._scheduler.preempt(victims)
+        for one in generations:
+            one.saved = saved
+        self._recorder.preemptions += len(generations)
+        self._recorder.prefixes_dropped += len(victims) - len(generations)
+
+    @property
+    def _arriving(self) -> int:
+        """Pages that will be free once they have arrived on the host."""
+        return 0 if self._swap is None else self._swap.arriving
 
     def _give_up(self, sequence: Sequence) -> None:
         """Ends a request that has the whole pool to itself and does not fit."""
         assert isinstance(sequence, Generation), "a prefix that fits the pool was refused an empty one"
         pool = f"{self._backing.num_pages} pages of {self._backing.page_size} tokens"
         problem = f"the cache of {pool} is full after {len(sequence.tokens)} tokens; raise num_pages"
-        self._runner.release([sequence])
-        self._scheduler.remove(sequence)
-        self._tell(sequence, "error", error=problem)
+        self._leave([sequence])
+        self._fail(sequence, problem)
 
     def _serve_cancellations(self) -> None:
         while self._cancelled:
             generation = self._unfinished.get(self._cancelled.pop())
             if generation is None:
                 continue
-            if generation.row != NO_ROW:
-                self._runner.release([generation])
-            self._scheduler.remove(generation)
+            self._leave([generation])
             self._tell(generation, "cancelled")
 
-    def _tell(
-        self, generation: Generation, reason: FinishReason, new: tuple[int, ...] = (), *, error: str | None = None
-    ) -> None:
+    def _fail(self, generation: Generation, problem: str) -> None:
+        """Ends a request, which holds nothing any more, with an error."""
+        generation.problem = problem
+        self._tell(generation, "error")
+
+    def _tell(self, generation: Generation, reason: FinishReason, new: tuple[int, ...] = ()) -> None:
         """Records a request's end and its last event."""
         del self._unfinished[generation.id]
-        rest = "" if generation.text is None else generation.text.finish()
-        result = generation.result(reason, error)
+        rest = generation.finish_text()
+        result = generation.result(reason)
         self.results[generation.id] = result
-        self._recorder.finished(reason)
+        self._recorder.finished(result.finish_reason)
         self._events.append(Event(generation.id, new, rest, result))
 
     def _observe(self) -> None:
         """Records what the pool holds after a step, before anybody leaves it."""
         now, scheduler = self._now(), self._scheduler
         mapped = self._backing.num_pages - self._runner.free
-        self._recorder.stepped(mapped_pages=mapped, useful_tokens=scheduler.useful_tokens(), now=now)
+        self._recorder.stepped(
+            mapped_pages=mapped,
+            unshared_pages=scheduler.unshared_pages(),
+            useful_tokens=scheduler.useful_tokens(),
+            now=now,
+        )
         if self._page_map is not None:
-            labels = {holder.row: f"prefix {index}" for index, holder in scheduler.holders.items()}
+            labels = {holder.row: label for label, holder in scheduler.prefixes.labelled()}
             labels |= {one.row: f"request {one.id}" for one in scheduler.running}
             self._page_map.record(self._runner.cache.table, labels, now)
 

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from kvjax.engine import burst, steps
+from kvjax.engine import burst, steps, swap_steps
 from kvjax.engine.backing import Backing
 from kvjax.engine.burst import Decode, Stream
 from kvjax.engine.speculation import Drafter
@@ -44,6 +44,9 @@ class Executables:
             "burst": partial(burst.decode_burst, model, backing, drafter, burst_steps, stream),
             "release": partial(steps.release_rows, backing),
             "fork": steps.fork_rows,
+            "save": swap_steps.save_pages,
+            "unpin": partial(swap_steps.unpin_pages, backing),
+            "restore": partial(swap_steps.restore_pages, backing),
         }
         self._executables: dict[tuple[str, int], Callable] = {}
         self.compile_seconds = 0.0
@@ -69,6 +72,20 @@ class Executables:
         """`steps.fork_rows` of children that take `pages` pages in all."""
         bound = power_of_two(max(pages, LEAST_BOUND))
         return self._run("fork", bound, (bound,), cache, parent)
+
+    def save(self, cache: Any, row: np.ndarray, logical: np.ndarray) -> tuple[Any, Any, Any]:
+        """`swap_steps.save_pages`; the bucket is the length of the lists."""
+        return self._run("save", len(row), (), cache, row, logical)
+
+    def unpin(self, cache: Any, ids: Any) -> tuple[Any, Any, Any]:
+        """`swap_steps.unpin_pages` of what `save` pinned."""
+        return self._run("unpin", len(ids[0]), (), cache, ids)
+
+    def restore(
+        self, cache: Any, tokens: np.ndarray, row: np.ndarray, logical: np.ndarray, images: Any
+    ) -> tuple[Any, Any, Any]:
+        """`swap_steps.restore_pages`; the bucket is the number of images."""
+        return self._run("restore", len(row), (), cache, tokens, row, logical, images)
 
     def _run(self, name: str, bucket: int, static: tuple[int, ...], *arguments: Any) -> Any:
         executable = self._executables.get((name, bucket))

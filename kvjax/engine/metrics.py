@@ -43,11 +43,15 @@ class Metrics:
       steps, bursts: device calls that ran the model: mixed steps and bursts.
       num_pages, page_size: of the pool.  For a contiguous cache a page is one row's whole span.
       peak_pages: pages mapped after the step where they were most.
+      peak_pages_unshared: pages that the running requests would have mapped, had each its own, where those were most.
       kv_bytes_used: bytes of the most distinct committed tokens held at once.
       kv_bytes_reserved: bytes of `peak_pages` pages.
       kv_bytes_pool: bytes of the whole pool.
       fragmentation: 1 − distinct tokens held / token places in mapped pages, both summed over all steps.
       preemptions: times a request lost its row to older ones.
+      resumed_by_recompute, resumed_by_swap: times one came back, its tokens computed again or its pages brought back.
+      swapped_pages, swapped_bytes: moved to the host, and as many at most back.
+      swaps_refused: preempted requests whose pages found no room on the host.
       prefixes_dropped: times a shared prefix did.
       copies_on_write: pages copied because they were shared.
     """
@@ -69,11 +73,17 @@ class Metrics:
     num_pages: int
     page_size: int
     peak_pages: int
+    peak_pages_unshared: int
     kv_bytes_used: int
     kv_bytes_reserved: int
     kv_bytes_pool: int
     fragmentation: float
     preemptions: int
+    resumed_by_recompute: int
+    resumed_by_swap: int
+    swapped_pages: int
+    swapped_bytes: int
+    swaps_refused: int
     prefixes_dropped: int
     copies_on_write: int
 
@@ -107,10 +117,12 @@ class Recorder:
         self._times: dict[int, RequestTimes] = {}
         self._finished: dict[str, int] = {}
         self._end = 0.0
-        self._peak_pages = self._peak_tokens = 0
+        self._peak_pages = self._peak_unshared = self._peak_tokens = 0
         self._useful = self._mapped = 0
         self.prompt_tokens = self.computed_tokens = self.drafted_tokens = self.accepted_tokens = 0
         self.steps = self.bursts = self.preemptions = self.prefixes_dropped = self.copies_on_write = 0
+        self.resumed_by_recompute = self.resumed_by_swap = 0
+        self.swapped_pages = self.swapped_bytes = self.swaps_refused = 0
 
     def submitted(self, request: int, prompt_tokens: int, now: float) -> None:
         self._times[request] = RequestTimes(now)
@@ -126,9 +138,10 @@ class Recorder:
     def finished(self, reason: str) -> None:
         self._finished[reason] = self._finished.get(reason, 0) + 1
 
-    def stepped(self, *, mapped_pages: int, useful_tokens: int, now: float) -> None:
-        """After a step: pages mapped, and distinct tokens that the cache holds in them."""
+    def stepped(self, *, mapped_pages: int, unshared_pages: int, useful_tokens: int, now: float) -> None:
+        """After a step: pages mapped, those it would take without sharing, and distinct tokens that the cache holds."""
         self._peak_pages = max(self._peak_pages, mapped_pages)
+        self._peak_unshared = max(self._peak_unshared, unshared_pages)
         self._peak_tokens = max(self._peak_tokens, useful_tokens)
         self._mapped += mapped_pages * self._page_size
         self._useful += useful_tokens
@@ -157,11 +170,17 @@ class Recorder:
             num_pages=self._num_pages,
             page_size=self._page_size,
             peak_pages=self._peak_pages,
+            peak_pages_unshared=self._peak_unshared,
             kv_bytes_used=self._peak_tokens * self._bytes_per_token,
             kv_bytes_reserved=self._peak_pages * page_bytes,
             kv_bytes_pool=self._num_pages * page_bytes,
             fragmentation=1 - self._useful / self._mapped if self._mapped else 0.0,
             preemptions=self.preemptions,
+            resumed_by_recompute=self.resumed_by_recompute,
+            resumed_by_swap=self.resumed_by_swap,
+            swapped_pages=self.swapped_pages,
+            swapped_bytes=self.swapped_bytes,
+            swaps_refused=self.swaps_refused,
             prefixes_dropped=self.prefixes_dropped,
             copies_on_write=self.copies_on_write,
         )

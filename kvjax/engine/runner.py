@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Ordered
 from typing import Any
 
@@ -18,13 +18,14 @@ from kvjax.engine.sequence import Generation, Sequence, pages_for
 from kvjax.engine.speculation import Drafter
 from kvjax.engine.steps import Report
 from kvjax.models.protocol import Model
-from kvjax.pages.status import Fault, PageTableError, raise_for_status
+from kvjax.pages.status import raise_for_faults, raise_for_status
 
 
 class Runner:
     """Owns the cache of `rows` rows and runs steps on it.
 
     Attributes:
+      rows: of the cache.
       cache: the cache; replaced by every call, the old one is donated.
       free: pages that can be taken now.
       bursting: the generations of the burst that runs now, in the order of its slots.
@@ -45,7 +46,7 @@ class Runner:
         clock: Callable[[], float],
     ):
         self._page_size = backing.page_size
-        self._rows = rows
+        self.rows = rows
         self._max_seqs = max_seqs
         self._burst = burst
         self._smallest_bucket = smallest_bucket
@@ -58,8 +59,8 @@ class Runner:
     def mixed(self, shares: Ordered[Share], sampling: Ordered[Generation]) -> Report:
         """One step over all shares; those in `sampling` compute their last known token and get another."""
         bucket = self._bucket(sum(share.count for share in shares))
-        feed = make_feed(shares, rows=self._rows, bucket=bucket)
-        slots = make_slots(sampling, rows=self._rows, number=self._max_seqs)
+        feed = make_feed(shares, rows=self.rows, bucket=bucket)
+        slots = make_slots(sampling, rows=self.rows, number=self._max_seqs)
         self.cache, report = self.executables.mixed(self.cache, feed, slots)
         return self._fetch(report)
 
@@ -69,31 +70,37 @@ class Runner:
         number = min(self._bucket(len(generations)), self._max_seqs)
         decode = make_decode(
             generations,
-            rows=self._rows,
+            rows=self.rows,
             number=number,
             steps=self._burst,
             yield_early=yield_early,
             seen=self._seen,
         )
-        slots = make_slots(generations, rows=self._rows, number=number)
+        slots = make_slots(generations, rows=self.rows, number=number)
         self.bursting = tuple(generations)
         self.cache, report = self.executables.burst(self.cache, decode, slots)
         return self._fetch(report)
 
-    def fork(self, children: Ordered[Generation]) -> None:
+    def fork(self, children: Ordered[Sequence]) -> None:
         """Maps the pages of each child's prefix into its row."""
-        if not children:
-            return
-        parent = np.full(self._rows, self._rows, np.int32)
+        parents = {}
         for child in children:
             assert child.holder is not None
-            parent[child.row] = child.holder.row
-        self.cache, status = self.executables.fork(self.cache, parent, self._pages(children))
+            parents[child.row] = child.holder.row
+        self.share(parents, self._pages(children))
+
+    def share(self, parents: Mapping[int, int], pages: int) -> None:
+        """Maps the pages of each child's (the key's) parent row into its row; `pages` of them in all."""
+        if not parents:
+            return
+        parent = np.full(self.rows, self.rows, np.int32)
+        parent[list(parents)] = list(parents.values())
+        self.cache, status = self.executables.fork(self.cache, parent, pages)
         raise_for_status(status, operation="fork of a shared prefix")
 
     def release(self, sequences: Ordered[Sequence]) -> None:
         """Unmaps whatever the rows of these sequences hold."""
-        rows = np.zeros(self._rows, bool)
+        rows = np.zeros(self.rows, bool)
         rows[[sequence.row for sequence in sequences if sequence.computed]] = True
         if rows.any():
             self.cache, status, free = self.executables.release(self.cache, rows, self._pages(sequences))
@@ -102,8 +109,7 @@ class Runner:
 
     def _fetch(self, report: Report) -> Report:
         report = jax.device_get(report)
-        if report.faults:
-            raise PageTableError(f"the page table is unsound ({Fault(int(report.faults))!r}); build a new engine")
+        raise_for_faults(report.faults)
         self.free = int(report.free)
         return report
 

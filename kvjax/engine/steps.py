@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float32, Int32, PyTree
+from jaxtyping import Array, Bool, Float, Float32, Int32, PyTree
 
 import kvjax
 from kvjax.engine.backing import Backing
@@ -173,7 +173,7 @@ def mixed_step(
     hidden, cache = model.forward(parameters, cache, grant, feed.tokens.at[place].get(mode="clip"))
     cache, hidden = kvjax.after(cache, hidden)
     cache = close_step(backing, cache, grant, grant.tokens)
-    logits = model.logits(parameters, hidden.at[slots.of(grant.last)].get(mode="clip"))
+    logits = next_logits(model, parameters, grant, hidden, slots.of(grant.last))
     token, margin = sample(logits, slots.sampler, slots.of(grant.context))
     zero = jnp.int32(0)
     return cache, Report(
@@ -206,3 +206,29 @@ def release_rows(
 def fork_rows(max_pages: int, cache: Any, parent: Int32[Array, " rows"]) -> tuple[Any, Int32[Array, " rows"]]:
     """Gives empty rows their parent's committed pages; `rows` as parent means no child."""
     return kvjax.fork(cache, parent, max_pages=max_pages)
+
+
+def next_logits(
+    model: Model,
+    parameters: PyTree[Array],
+    grant: Grant,
+    hidden: Float[Array, "packed width"],
+    places: Int32[Array, " n"],
+) -> Float32[Array, "n vocabulary"]:
+    """The model's logits after the packed tokens at `places`; ValueError if its outputs are not what it promised."""
+    _check_output("forward", "hidden states", hidden, (grant.packed, None), "floats")
+    logits = model.logits(parameters, hidden.at[places].get(mode="clip"))
+    _check_output("logits", "logits", logits, (places.shape[0], model.vocabulary), "float32")
+    return logits
+
+
+def _check_output(method: str, what: str, values: Any, shape: tuple[int | None, ...], dtype: str) -> None:
+    """ValueError unless a model's output has this shape (None is any size) and dtype ("floats" is any of floats)."""
+    got, kind = tuple(values.shape), values.dtype
+    fits = len(got) == len(shape) and all(want in (None, size) for want, size in zip(shape, got, strict=True))
+    if not fits or not (jnp.issubdtype(kind, jnp.floating) if dtype == "floats" else kind == dtype):
+        expected = ", ".join("width" if size is None else str(size) for size in shape)
+        raise ValueError(
+            f"the model's {method} gave {what} of shape {got} and dtype {kind}; the engine needs "
+            f"[{expected}] of {dtype}"
+        )

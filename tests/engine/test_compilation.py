@@ -41,7 +41,7 @@ def compiled_burst(num_pages, *, donate=True):
     """A burst's memory for a pool of `num_pages` pages, and the bytes of its cache."""
     backing = paged(num_pages, 16)
     cache = jax.eval_shape(partial(backing.init, model().spec, 4))
-    generation = Generation([1], order=0, row=0, request=Request((1,)), limit=4)
+    generation = Generation([1], order=0, group=0, row=0, request=Request((1,)), limit=4)
     slots = make_slots([generation], rows=4, number=4)
     decode = make_decode([generation], rows=4, number=4, steps=4, yield_early=False)
     function = partial(burst.decode_burst, model(), backing, NoDrafts(), 4, None)

@@ -1,5 +1,7 @@
 """The engine's behaviour, request by request: how they end, what is told, what one failure costs the others."""
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from kvjax.engine import Engine, PageMap, Request
@@ -139,8 +141,10 @@ def test_cancelling(when):
 
 
 def test_bad_settings_say_what_to_do():
-    with pytest.raises(ValueError, match="max_seqs=0 must be at least 1"):
+    with pytest.raises(ValueError, match="max_seqs=0 must be an integer of at least 1"):
         Engine(model(), paged(8, 16), max_seqs=0)
+    with pytest.raises(ValueError, match="max_prefixes=-1 must be an integer of at least 0"):
+        Engine(model(), paged(8, 16), max_prefixes=-1)
     with pytest.raises(ValueError, match="num_pages=0"):
         Engine(model(), paged(0, 16))
     with pytest.raises(ValueError, match="page_size"):
@@ -177,8 +181,25 @@ def test_bad_prefixes_say_what_to_do():
         ({"seed": 2**32}, "seed=4294967296"),
         ({"stop": ("",)}, "empty string"),
         ({"eos": tuple(range(9))}, "at most 8"),
+        ({"prompt": 5}, "prompt=5 must be a sequence of token ids"),
+        ({"prompt": np.array([[1, 2]])}, "prompt holds .1, 2., which is no token id"),
+        ({"prompt": np.array([1.5])}, "prompt holds 1.5, which is no token id"),
+        ({"prompt": np.array([], np.int32)}, "prompt is empty"),
+        ({"stop": "ab"}, "stop='ab' must be a tuple of strings"),
+        ({"stop": (b"ab",)}, "must be a tuple of strings"),
+        ({"max_new_tokens": True}, "max_new_tokens=True must be an integer"),
+        ({"temperature": "hot"}, "temperature='hot' must be a number"),
+        ({"top_k": 2.5}, "top_k=2.5 must be an integer"),
+        ({"seed": 1.0}, "seed=1.0 must be an integer"),
     ],
 )
 def test_bad_requests_name_the_field(fault, message):
     with pytest.raises(ValueError, match=message):
         Request(**({"prompt": (1,)} | fault))
+
+
+@pytest.mark.parametrize("make", [list, np.array, lambda ids: np.array(ids, np.uint16), jnp.array])
+def test_token_ids_may_come_in_any_sequence_or_array(make):
+    request = Request(make([3, 1, 4]), eos=make([5]), stop=["x"])
+    assert request == Request((3, 1, 4), eos=(5,), stop=("x",))
+    assert all(type(token) is int for token in (*request.prompt, *request.eos))

@@ -17,17 +17,18 @@ def test_times_are_what_the_clock_said():
     recorder.submitted(0, 5, now=1.0)
     recorder.submitted(1, 3, now=2.0)
     recorder.generated(0, 1, now=3.0)
-    recorder.stepped(mapped_pages=3, useful_tokens=9, now=3.0)
+    recorder.stepped(mapped_pages=3, unshared_pages=6, useful_tokens=9, now=3.0)
     recorder.generated(0, 4, now=5.0)
     recorder.generated(1, 1, now=5.0)
     recorder.finished("stop")
-    recorder.stepped(mapped_pages=5, useful_tokens=15, now=5.0)
+    recorder.stepped(mapped_pages=5, unshared_pages=4, useful_tokens=15, now=5.0)
     recorder.finished("length")
     metrics = recorder.summary(compile_seconds=7.0)
     assert metrics.ttft_seconds == Distribution(2.5, 2.5, 2.99)
     assert metrics.tpot_seconds == Distribution(0.5, 0.5, 0.5)  # four tokens in two seconds; the other has one token
     assert (metrics.seconds, metrics.compile_seconds, metrics.tokens_per_second) == (4.0, 7.0, 1.5)
     assert (metrics.generated_tokens, metrics.finished) == (6, {"stop": 1, "length": 1})
+    assert metrics.peak_pages_unshared == 6
     assert (metrics.peak_pages, metrics.kv_bytes_used, metrics.kv_bytes_reserved) == (5, 1500, 2000)
     assert (metrics.kv_bytes_pool, metrics.fragmentation) == (4000, 1 - 24 / 32)
 
