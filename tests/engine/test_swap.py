@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.engine import Request, swap_steps
+from kvjax.engine import PromptLookup, Request, swap_steps
 from kvjax.engine.sequence import pages_for
 from kvjax.engine.swap import Saved
 from kvjax.pages import PageTableError, check_invariants
@@ -48,6 +48,14 @@ def test_swapped_requests_get_the_same_tokens_and_compute_nothing_twice():
     assert metrics.preemptions == metrics.resumed_by_swap > 0 == metrics.resumed_by_recompute == metrics.swaps_refused
     assert metrics.computed_tokens == sum(len(prompt) + 23 for prompt in PROMPTS)
     assert metrics.swapped_bytes == metrics.swapped_pages * PAGE_BYTES > 0
+    assert_left_clean(engine, 9)
+
+
+def test_drafting_and_swapping_change_no_token():
+    engine = tight(drafter=PromptLookup(tokens=2, seen=64))
+    assert_expected(serve(engine, greedy()), "drafting and swapping")
+    metrics = engine.metrics()
+    assert metrics.resumed_by_swap > 0 < metrics.accepted_tokens
     assert_left_clean(engine, 9)
 
 
