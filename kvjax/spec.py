@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 from jax import dtypes
 
+from kvjax.architecture import read_architecture
+
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
@@ -166,49 +168,27 @@ class CacheSpec:
         Knows the families whose layers all cache full-attention keys and values: llama, mistral, qwen2, qwen3.
 
         Raises:
-          ValueError: an unknown `model_type`, a missing or non-positive field, or sliding-window layers.
+          ValueError: an unknown `model_type`, a missing or non-positive field, sliding-window layers, or an unknown
+            field that may change what is cached (`architecture.read_architecture`).
         """
-        family = config.get("model_type")
-        if family not in FULL_ATTENTION_FAMILIES:
+        if config.get("model_type") not in FULL_ATTENTION_FAMILIES:
             known = ", ".join(FULL_ATTENTION_FAMILIES)
-            raise ValueError(f"config model_type={family!r} is not supported; known: {known}")
-        _refuse_windows(config, family)
-        heads = config_integer(config, "num_attention_heads")
-        hidden = config_integer(config, "hidden_size")
-        # Where transformers' default is one fixed number for a whole family, a missing field is a mistake.
-        shared = {"default": heads} if family == "llama" else {}
-        split = {"default": hidden // heads} if family != "qwen3" and hidden % heads == 0 else {}
+            raise ValueError(f"config model_type={config.get('model_type')!r} is not supported; known: {known}")
+        architecture = read_architecture(config)
+        stated = {use.field: use.value for use in architecture.uses}
+        if stated.get("sliding_window") is not None and stated.get("use_sliding_window", True):
+            raise ValueError(
+                f"config sliding_window={stated['sliding_window']} is not supported; "
+                "set it to null if contexts stay within it"
+            )
+        (group,) = architecture.groups
+        keys, values = group.tensors
         return cls.uniform(
-            layers=config_integer(config, "num_hidden_layers"),
-            kv_heads=config_integer(config, "num_key_value_heads", **shared),
-            head_dim=config_integer(config, "head_dim", **split),
-            dtype=dtype,
+            layers=len(group.layers), kv_heads=keys.heads, head_dim=keys.width, value_dim=values.width, dtype=dtype
         )
 
 
 FULL_ATTENTION_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-
-
-def config_integer(config: Mapping[str, Any], field: str, default: int | None = None) -> int:
-    """A positive integer field of a config; ValueError names the field and the value."""
-    value = config.get(field)
-    value = default if value is None else value
-    if value is None:
-        raise ValueError(f"config has no field {field!r}; add it (a positive integer)")
-    _require_positive(f"config field {field!r}", value)
-    return value
-
-
-def _refuse_windows(config: Mapping[str, Any], family: str) -> None:
-    """ValueError if any layer attends to a window.  Mistral has one unless its config says null, Qwen unless told."""
-    if family == "mistral" and "sliding_window" not in config:
-        raise ValueError("config has no field 'sliding_window'; add it (null: no window)")
-    window = config.get("sliding_window")
-    if window is not None and config.get("use_sliding_window", family not in ("qwen2", "qwen3")):
-        raise ValueError(f"config sliding_window={window} is not supported; set it to null if contexts stay within it")
-    other = [kind for kind in config.get("layer_types") or () if kind != "full_attention"]
-    if other:
-        raise ValueError(f"config layer_types has {other[0]!r}; only 'full_attention' layers are supported")
 
 
 def _real_dtype(tensor: str, dtype: Any) -> np.dtype:

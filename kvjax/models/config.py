@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kvjax.architecture import config_integer
 from kvjax.models.rope import Rope, rope_from_config
-from kvjax.spec import CacheSpec, config_integer
+from kvjax.spec import CacheSpec
 
 
 @dataclass(frozen=True, slots=True)
