@@ -1,4 +1,4 @@
-"""The `kvjax` program: `kvjax demo`, `kvjax generate`."""
+"""The `kvjax` program: `kvjax demo`, `kvjax generate`, `kvjax plan`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from kvjax.commands import demo, generate
+from kvjax.commands import demo, generate, plan
 from kvjax.commands.errors import CommandError
 
 DESCRIPTION = """\
@@ -16,6 +16,7 @@ The KV cache for JAX, at work: serve a real language model out of a paged cache.
   kvjax demo                                  sixteen prompts, a progress bar, answers, a table, a picture
   kvjax generate --prompt "Once upon a time"  continue one prompt
   kvjax generate --prompts FILE.jsonl --json  answer a file of prompts, one JSON line each
+  kvjax plan config.json --hbm 80GB           how many tokens and sequences fit a device
 
 Run `kvjax COMMAND --help` for what a command can do."""
 
@@ -31,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the program; returns the exit status: 0, 1 for what went wrong at work, 2 for bad usage."""
     parser = OneLineParser(prog="kvjax", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (demo, generate):
+    for command in (demo, generate, plan):
         command.add_parser(commands)
     options = parser.parse_args(arguments)
     try:

@@ -1,7 +1,7 @@
 """DeepSeek-V4: a window of raw entries, compressed entries (CSA and HCA) and the tails of their open windows.
 
-Technical report, arXiv 2606.19348, sections 2.3 and 3.5.1.  A block of pages stands for lcm(4, 128) = 128 tokens: 32 CSA
-entries, with as many indexer keys, and one HCA entry.  The window and the tails are a fixed block a sequence.
+Technical report, arXiv 2606.19348, sections 2.3 and 3.5.1.  A block of pages stands for lcm(4, 128) = 128 tokens:
+32 CSA entries, with as many indexer keys, and one HCA entry.  The window and the tails are a fixed block a sequence.
 """
 
 from __future__ import annotations

@@ -42,13 +42,14 @@ CACHE_RELEVANT = (
 
 INERT = re.compile(
     r"""
-    attention_(bias|dropout|out_bias|probs_dropout_prob) | attn_(logit|temperature|scale|implementation|dropout|bias|pdrop).*
+    attention_(bias|dropout|out_bias|probs_dropout_prob)
+    | attn_(logit|temperature|scale|implementation|dropout|bias|pdrop).*
     | _attn_implementation.* | (attn|final)_logit_softcapping | attention_(multiplier|in_multiplier|out_multiplier)
-    | rope_(theta|scaling|parameters|type|interleave|local_base_freq|pct|ratio|pairing) | default_rope.* | rotary_(emb_base|pct|dim|base)
+    | rope_(theta|scaling|parameters|type|interleave|local_base_freq|pct|ratio|pairing) | default_rope.*
+    | rotary_(emb_base|pct|dim|base) | attn_rotary_emb | use_rotary.* | indexer_rope_interleave
     | (global|local)_rope_theta | compress_rope_theta | partial_rotary_factor | original_max_position_embeddings
-    | use_cache | cache_implementation | _?use_qk_norm | use_bidirectional_attention | lm_head_multiplier | key_multiplier
-    | (boi|eoi|image|video)_token_index | index_topk | indexer_rope_interleave | num_attention_heads_per_partition
-    | query_pre_attn_scalar | for_llm_compressor | attn_rotary_emb | residual_in_fp32 | rescale_prenorm_residual | head_norm | qk_layernorm | lm_head_bias | use_rotary.* | qk_head_dim
+    | use_cache | cache_implementation | use_bidirectional_attention | lm_head_multiplier | lm_head_bias
+    | (boi|eoi|image|video)_token_index | index_topk | query_pre_attn_scalar | for_llm_compressor | qk_head_dim
     """,
     re.VERBOSE,
 )

@@ -44,7 +44,7 @@ READERS: Mapping[str, Reader] = {
         heads=8,
         kv_heads=4,
         head_dim=256,
-        counter=weights.dense(norms=4, query_key_norm=True, tied=True),
+        counter=weights.dense(norms=4, query_key_norm=True, tied=True, vocabulary=262208),
         skip=("_sliding_window_pattern",),
     ),
     "phi": attention_reader(kv_heads="heads", counter=weights.phi),
