@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -124,4 +124,13 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
     else:
         result = READERS[ALIASES.get(family, family)](fields)
     fields.finish()
-    return replace(result, model_type=family, uses=tuple(fields.uses))
+    return replace(result, model_type=family, uses=_merged(fields.uses))
+
+
+def _merged(uses: Sequence[FieldUse]) -> tuple[FieldUse, ...]:
+    """One entry a field, with all it was used for."""
+    purposes: dict[str, dict[str, None]] = {}
+    for use in uses:
+        purposes.setdefault(use.field, {})[use.use] = None
+    firsts = {use.field: use for use in reversed(uses)}
+    return tuple(replace(firsts[field], use=", ".join(filter(None, purposes[field]))) for field in purposes)

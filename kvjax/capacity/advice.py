@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from kvjax.capacity.formats import FORMATS
+from kvjax.capacity.fragmentation import knee
 from kvjax.capacity.plan import Plan, make_plan
 
 MEBIBYTE = 2**20
@@ -132,16 +133,17 @@ def sequence_text(plan: Plan, tokens: int) -> str:
 def _page_size(plan: Plan) -> Advice:
     if not plan.sweep:
         return Advice("page_size", "none", "no group has pages")
-    least = min(plan.sweep, key=lambda cost: cost.total)
-    chosen = next((cost for cost in plan.sweep if cost.page_size == plan.page_size), None)
-    numbers = {"best": float(least.page_size), "best_total": least.total}
+    best = knee(plan.sweep)
+    chosen = next((cost for cost in plan.sweep if cost.page_size == plan.page_size), best)
+    numbers = {"knee": best.page_size, "knee_total": best.total, "planned_total": chosen.total}
     reason = (
-        f"{least.page_size} tokens cost least on these lengths: {100 * least.tail:.2f} % in last pages, "
-        f"{100 * least.table:.2f} % in tables, {100 * least.copy:.2f} % in copies"
+        f"the knee is at {best.page_size} tokens: {100 * best.tail:.2f} % of the tokens' bytes in last pages, "
+        f"{100 * best.table:.2f} % in tables, {100 * best.copy:.2f} % in copies"
     )
-    if chosen is not None and chosen.total > least.total:
-        reason += f"; {plan.page_size}, as asked for, costs {100 * (chosen.total - least.total):.2f} % more"
-    return Advice("page_size", str(least.page_size), reason, numbers)
+    if chosen.page_size != best.page_size:
+        by = "as asked for" if plan.deployment.page_size else "the nearest that the kernels take"
+        reason += f"; {chosen.page_size}, {by}, costs {100 * chosen.total:.2f} % in all"
+    return Advice("page_size", str(plan.page_size), reason, numbers)
 
 
 def _prefix(workload: Workload) -> Advice:

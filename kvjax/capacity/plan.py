@@ -19,6 +19,8 @@ from kvjax.capacity.sizes import GroupSizes, group_sizes
 EXECUTABLE_BYTES = 256 * 2**20
 PAGE_RECORD = 3 * INT
 """Refcount, pins and ring entry of a page."""
+KERNEL_PAGE_SIZES = (16, 32, 64, 128)
+"""What kvjax's decode kernels take; "auto" chooses among these."""
 STAGING_PAGES = 64
 """Pages in each of two buffers between device and network."""
 
@@ -134,7 +136,10 @@ def _heaviest_stage(deployment: Deployment) -> tuple[GroupSizes, ...]:
 
 
 def _choose_page_size(deployment: Deployment, sizes: Sequence[GroupSizes]) -> tuple[int, tuple[PageCost, ...]]:
-    """The page size asked for, or the knee of the sweep among the sizes that hold whole entries; and the sweep."""
+    """The page size asked for, or the kernels' page next to the knee of the sweep; and the sweep.
+
+    Only pages that hold whole entries are looked at: 128 tokens and their multiples for DeepSeek-V4.
+    """
     paged = [one for one in sizes if one.group.paged]
     if not paged:
         return deployment.page_size or 1, ()
@@ -147,12 +152,14 @@ def _choose_page_size(deployment: Deployment, sizes: Sequence[GroupSizes]) -> tu
         copy_bytes_per_token=float(per_token / layers),
         page_sizes=[size for size in PAGE_SIZES if size % step == 0] or [step],
         copy_overhead_bytes=deployment.copy_overhead_bytes,
+        exact=bool(deployment.lengths),
     )
     if deployment.page_size is not None:
         for one in paged:
             one.page_bytes(deployment.page_size)  # refuses pages of broken entries
         return deployment.page_size, costs
-    return knee(costs).page_size, costs
+    candidates = [size for size in KERNEL_PAGE_SIZES if size % step == 0] or [step]
+    return min(candidates, key=lambda size: abs(size - knee(costs).page_size)), costs
 
 
 def _sequence_cost(sizes: Sequence[GroupSizes], length: int, page_size: int, deployment: Deployment) -> int:

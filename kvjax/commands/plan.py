@@ -24,15 +24,18 @@ from kvjax.capacity import (
 from kvjax.capacity.fragmentation import COPY_OVERHEAD_BYTES
 from kvjax.commands.errors import CommandError
 from kvjax.commands.options import one_line, real_number, whole_number
-from kvjax.commands.plan_report import draw, record, report
+from kvjax.commands.plan_picture import draw
+from kvjax.commands.plan_record import record
+from kvjax.commands.plan_report import report
 from kvjax.commands.plan_trace import Trace, read_trace
 from kvjax.models.errors import ModelError
 from kvjax.models.json_file import read_object
 from kvjax.spec import FULL_ATTENTION_FAMILIES
 
 DESCRIPTION = """\
-Work out a deployment from a model's config alone: bytes a token and layer kind, the pool, its pages, how many sequences
-run at once, what limits, and where a device's memory goes.  All figures are for one device unless they say otherwise."""
+Work out a deployment from a model's config alone: bytes a token and layer kind, the pool, its pages, how many
+sequences run at once, what limits, and where a device's memory goes.  All figures are for one device unless they say
+otherwise."""
 
 EXAMPLES = """\
 examples:
@@ -112,7 +115,7 @@ def add_parser(commands: Any) -> None:
         type=byte_size,
         default=COPY_OVERHEAD_BYTES,
         metavar="SIZE",
-        help="fixed cost of copying a page, in bytes that stream in that time (default: 32KiB, an assumption)",
+        help="fixed cost of copying a page, in bytes that stream in that time (default: 4KiB, an assumption)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the report")
     parser.add_argument("--png", metavar="FILE", help="also draw the ledger and the page sizes (needs kvjax[plots])")
