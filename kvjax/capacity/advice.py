@@ -102,7 +102,9 @@ def _layout(plan: Plan, workload: Workload) -> Advice:
             f"one request at a time: its span of {context} tokens is {sequence_text(plan, context)}, and nobody else"
         )
         return Advice("layout", "contiguous", f"{reason} could use what paging would free", numbers)
-    if plan.deployment.platform == "gpu" and not repetition and granule / 2 < TOLERABLE_WASTE * sequence:
+    paged = [group.sizes.group for group in plan.groups if group.sizes.group.paged]
+    spans = all(group.window is None and group.tokens_per_entry == 1 for group in paged)
+    if plan.deployment.platform == "gpu" and spans and not repetition and granule / 2 < TOLERABLE_WASTE * sequence:
         reason = (
             f"no repeated prefixes are known, and half a growth unit of {granule / MEBIBYTE:.0f} MiB is "
             f"{100 * granule / 2 / sequence:.1f} % of a sequence; contiguous kernels ran at par with paged ones there"

@@ -104,21 +104,19 @@ def make_plan(deployment: Deployment) -> Plan:
     sizes = _heaviest_stage(deployment)
     page_size, costs = _choose_page_size(deployment, sizes)
     length = math.ceil(sum(deployment.typical) / len(deployment.typical))
-    fixed = _fixed_lines(deployment, rows=1, sizes=sizes, page_size=page_size)
-    left = deployment.hbm - sum(line.bytes for line in fixed)
-    cost = _sequence_cost(sizes, length, page_size, deployment)
+    # Every row also needs logits and partial results: lines that grow by as much with each.
+    none, one = (
+        sum(line.bytes for line in _fixed_lines(deployment, rows=rows, sizes=sizes, page_size=page_size))
+        for rows in (0, 1)
+    )
+    cost = _sequence_cost(sizes, length, page_size, deployment) + one - none
+    left = deployment.hbm - none - _tables(sizes, 0, page_size, deployment)
     rows = max(0, left // cost)
-    # More rows need more logits and partial results, which leave less for rows.
-    while rows:
-        fixed = _fixed_lines(deployment, rows=rows, sizes=sizes, page_size=page_size)
-        left = deployment.hbm - sum(line.bytes for line in fixed)
-        fits = max(0, left // cost)
-        if fits >= rows:
-            break
-        rows = fits
+    fixed = _fixed_lines(deployment, rows=rows, sizes=sizes, page_size=page_size)
+    left = deployment.hbm - sum(line.bytes for line in fixed)
     groups = _share_pages(sizes, rows, length, left, page_size, deployment)
     ledger = Ledger((*fixed, *_cache_lines(groups, rows, length, page_size, deployment)))
-    shortfall = max(0, cost - left) if rows == 0 else 0
+    shortfall = cost - left if rows == 0 else 0
     return Plan(deployment, groups, page_size, costs, rows, length, ledger, shortfall)
 
 

@@ -47,19 +47,13 @@ def _header(plan: Plan, title: str) -> str:
 def _summary(plan: Plan) -> str:
     lengths, page_size, rows = plan.deployment.typical, plan.page_size, plan.max_sequences
     replicas = plan.deployment.parallel.data
-    used = (
-        f"{100 * utilisation(lengths, page_size):.2f} % of held positions used by the trace, "
-        if plan.deployment.lengths
-        else ""
-    )
+    used = f"the trace uses {100 * utilisation(lengths, page_size):.2f} % of what it holds; "
+    bounds = f"E[F] {expected_waste(rows, page_size):.0f}, F_max {worst_waste(rows, page_size)}"
     lines = [
         ["bytes a token", f"{number(plan.bytes_per_token)} B ({number(plan.growth_per_token)} B past all windows)"],
         ["state bytes a sequence", human(plan.state_bytes_per_sequence)],
         ["pool", f"{human(plan.pool_bytes)}: {plan.num_pages} pages of {page_size} tokens"],
-        [
-            "fragmentation",
-            f"{used}E[F] {expected_waste(rows, page_size):.0f}, F_max {worst_waste(rows, page_size)} of {rows} sequences",
-        ],
+        ["fragmentation", f"{used if plan.deployment.lengths else ''}{bounds} empty positions of {rows} sequences"],
         ["max sequences", f"{rows} of {plan.planned_length} tokens a replica"],
         *(["", f"{plan.sequences_of(length)} of {length} tokens"] for length in round_lengths(plan)),
         ["limit", limit(plan)],
