@@ -106,8 +106,8 @@ def make_plan(deployment: Deployment) -> Plan:
     length = math.ceil(sum(deployment.typical) / len(deployment.typical))
     # Every row also needs logits and partial results: lines that grow by as much with each.
     none, one = (
-        sum(line.bytes for line in _fixed_lines(deployment, rows=rows, sizes=sizes, page_size=page_size))
-        for rows in (0, 1)
+        sum(line.bytes for line in _fixed_lines(deployment, rows=number, sizes=sizes, page_size=page_size))
+        for number in (0, 1)
     )
     cost = _sequence_cost(sizes, length, page_size, deployment) + one - none
     left = deployment.hbm - none - _tables(sizes, 0, page_size, deployment)

@@ -223,7 +223,8 @@ def _weights(
 
 def _stated_format(name: str, config: dict[str, Any]) -> tuple[str, str]:
     """The weight format that a config states, and where."""
-    for section in (config, config.get("text_config") or {}):
+    text = config.get("text_config")
+    for section in (config, text) if isinstance(text, dict) else (config,):
         quantised = section.get("quantization_config")
         if quantised is not None:
             method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
