@@ -102,7 +102,7 @@ def test_a_trace_decides_lengths_pages_and_advice(run, tmp_path):
     assert advice["prefix_index"]["choice"] == "yes"
     assert advice["prefix_index"]["numbers"]["repetition"] == pytest.approx(40 * 800 / (40 * 900 + 500))
     knees = [cost["page_size"] for cost in plan["page_sizes"] if cost["knee"]]
-    assert knees == [plan["page_size"]] == [32]
+    assert knees == [plan["page_size"]] == [64]
     assert "the trace uses" in run(*command)[1]
 
 

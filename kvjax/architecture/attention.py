@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 from kvjax.architecture.description import Architecture, CachedTensor, CacheGroup
@@ -10,17 +10,17 @@ from kvjax.architecture.fields import ConfigError, Fields
 from kvjax.architecture.weights import Counter, Shape, count
 from kvjax.architecture.windows import Windows, no_windows
 
-Default = Literal["required", "heads", "split"] | int
-"""Where a field is missing: an error, the number of query heads, hidden_size over heads, or the family's number."""
+Default = Literal["required", "heads", "split"]
+"""Where a field is missing: an error, the number of query heads, or hidden_size over heads."""
 
 
 def attention_reader(
     *,
     windows: Callable[[Fields, int], Windows] = no_windows,
     chunked: bool = False,
-    heads: Default = "required",
     kv_heads: Default = "required",
     head_dim: Default = "split",
+    defaults: Mapping[str, int] | None = None,
     counter: Counter | None = None,
     skip: tuple[str, ...] = (),
 ) -> Callable[[Fields], Architecture]:
@@ -29,14 +29,16 @@ def attention_reader(
     Args:
       windows: how its configs say which layers have a window.
       chunked: those windows are aligned chunks.
-      heads, kv_heads, head_dim: what a missing field means.
+      kv_heads, head_dim: what a missing field means.
+      defaults: numbers of fields that its published files leave out.
       counter: counts its weights.
       skip: its fields that look as if they changed the cache and do not.
     """
 
     def read(fields: Fields) -> Architecture:
-        shape = attention_shape(fields, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
+        fields.assume(defaults or {})
         fields.skip(*skip)
+        shape = attention_shape(fields, kv_heads=kv_heads, head_dim=head_dim)
         groups = attention_groups(shape, windows(fields, shape.layers), chunked=chunked)
         parameters, note = count(fields, shape, counter)
         return architecture(fields, shape, groups, parameters, note)
@@ -48,23 +50,21 @@ def attention_shape(
     fields: Fields,
     *,
     layers: int | None = None,
-    heads: Default = "required",
     kv_heads: Default = "required",
     head_dim: Default = "split",
 ) -> Shape:
     """Heads and widths of a family's attention; `layers` is the number of layers where another field says it."""
-    query_heads = fields.integer("num_attention_heads", "query heads", heads if isinstance(heads, int) else None)
+    query_heads = fields.integer("num_attention_heads", "query heads")
     hidden = fields.integer("hidden_size", "width of a hidden state")
     layers = fields.integer("num_hidden_layers", "number of layers", layers)
     split = hidden // query_heads if hidden % query_heads == 0 else None
     defaults = {"required": None, "heads": query_heads, "split": split}
-    one_kv, one_dim = (default if isinstance(default, int) else defaults[default] for default in (kv_heads, head_dim))
     shape = Shape(
         layers,
         hidden,
         query_heads,
-        fields.integer("num_key_value_heads", "cached heads", one_kv),
-        fields.integer("head_dim", "width of a cached head", one_dim),
+        fields.integer("num_key_value_heads", "cached heads", defaults[kv_heads]),
+        fields.integer("head_dim", "width of a cached head", defaults[head_dim]),
     )
     if shape.heads % shape.kv_heads:
         raise ConfigError(

@@ -98,6 +98,7 @@ class Fields:
     ) -> None:
         self._config, self._prefix, self.family = config, prefix, family
         self._known: set[str] = {"model_type"}
+        self._defaults: Mapping[str, int] = {}
         self._sections: list[Fields] = []
         self.uses: list[FieldUse] = [] if uses is None else uses
 
@@ -108,6 +109,10 @@ class Fields:
     def has(self, field: str) -> bool:
         """The config gives this field a value other than null."""
         return self._config.get(field) is not None
+
+    def assume(self, defaults: Mapping[str, int]) -> None:
+        """The family's own numbers for fields that its published files leave out."""
+        self._defaults = defaults
 
     def raw(self, field: str, use: str, default: Any = None) -> Any:
         """A field as it stands, unchecked; the default is the family's own where the field is missing or null."""
@@ -121,13 +126,13 @@ class Fields:
     def integer(self, field: str, use: str, default: int | None = None) -> int:
         """A positive integer; ConfigError if it is missing and has no default, or is anything else."""
         self._known.add(field)
-        value = config_integer(self._config, field, default, self._prefix)
+        value = config_integer(self._config, field, self._defaults.get(field, default), self._prefix)
         self.uses.append(FieldUse(self._prefix + field, value, use, self.has(field)))
         return value
 
     def optional(self, field: str, use: str) -> int | None:
         """A positive integer, or None where the field is missing or null."""
-        if not self.has(field):
+        if not self.has(field) and field not in self._defaults:
             self._known.add(field)
             return None
         return self.integer(field, use)

@@ -17,6 +17,14 @@ from kvjax.architecture.windows import chunks, one_window, stated_window, window
 
 Reader = Callable[[Fields], Architecture]
 
+GEMMA_3 = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "vocab_size": 262_208,
+    "max_position_embeddings": 131_072,
+}
+"""What Gemma 3's published files leave out: transformers' defaults of `Gemma3TextConfig`."""
 DSA = latent_reader(indexer=True)
 READERS: Mapping[str, Reader] = {
     "llama": attention_reader(kv_heads="heads", counter=weights.dense()),
@@ -38,13 +46,11 @@ READERS: Mapping[str, Reader] = {
         counter=weights.dense(norms=4, tied=True),
         skip=("sliding_window_size",),
     ),
-    # Gemma 3's published files leave out what equals transformers' defaults.
     "gemma3_text": attention_reader(
         windows=partial(window_pattern, every=6, settable=True),
-        heads=8,
-        kv_heads=4,
-        head_dim=256,
-        counter=weights.dense(norms=4, query_key_norm=True, tied=True, vocabulary=262208),
+        head_dim="required",
+        defaults=GEMMA_3,
+        counter=weights.dense(norms=4, query_key_norm=True, tied=True),
         skip=("_sliding_window_pattern",),
     ),
     "phi": attention_reader(kv_heads="heads", counter=weights.phi),

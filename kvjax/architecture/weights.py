@@ -44,7 +44,6 @@ def dense(
     output_bias: bool | str = "attention_bias",
     query_key_norm: bool = False,
     tied: bool = False,
-    vocabulary: int | None = None,
 ) -> Counter:
     """Gated MLPs and RMSNorms: Llama, Mistral, Qwen, Gemma, Phi-3, GLM-4.  A bias can be a field's name."""
 
@@ -54,7 +53,7 @@ def dense(
         if fields.flag("mlp_bias", USE):
             mlp += 2 * inner + shape.hidden
         layer = attention(fields, shape, qkv_bias, output_bias, query_key_norm) + mlp + norms * shape.hidden
-        return embeddings(fields, shape.hidden, tied, vocabulary) + shape.layers * layer + shape.hidden
+        return embeddings(fields, shape.hidden, tied) + shape.layers * layer + shape.hidden
 
     return counter
 
@@ -134,10 +133,10 @@ def attention(fields: Fields, shape: Shape, qkv_bias: bool | str, output_bias: b
     return total + (2 * shape.head_dim if query_key_norm else 0)
 
 
-def embeddings(fields: Fields, hidden: int, tied: bool = False, vocabulary: int | None = None) -> int:
-    """The token embedding, and the logits' matrix unless they share it; the last two are the family's defaults."""
+def embeddings(fields: Fields, hidden: int, tied: bool = False) -> int:
+    """The token embedding, and the logits' matrix unless they share it."""
     shared = fields.flag("tie_word_embeddings", USE, tied)
-    return fields.integer("vocab_size", USE, vocabulary) * hidden * (1 if shared else 2)
+    return fields.integer("vocab_size", USE) * hidden * (1 if shared else 2)
 
 
 def feed_forward(fields: Fields, shape: Shape, *, router_bias: bool) -> int:
