@@ -56,7 +56,7 @@ def attention_shape(
     """Heads and widths of a family's attention; `layers` is the number of layers where another field says it."""
     query_heads = fields.integer("num_attention_heads", "query heads")
     hidden = fields.integer("hidden_size", "width of a hidden state")
-    layers = fields.integer("num_hidden_layers", "number of layers", layers)
+    layers = fields.layers(layers)
     split = hidden // query_heads if hidden % query_heads == 0 else None
     defaults = {"required": None, "heads": query_heads, "split": split}
     shape = Shape(

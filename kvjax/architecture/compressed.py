@@ -23,7 +23,7 @@ SCALE_GROUP = 64
 
 def read_compressed(fields: Fields) -> Architecture:
     """A reader for DeepSeek-V4."""
-    layers = fields.integer("num_hidden_layers", "number of layers")
+    layers = fields.layers()
     heads = fields.integer("num_attention_heads", "query heads")
     hidden = fields.integer("hidden_size", "width of a hidden state")
     width = fields.integer("head_dim", "width of an entry; key and value are the same")
@@ -66,7 +66,11 @@ def read_compressed(fields: Fields) -> Architecture:
 
 def _rotated(fields: Fields, width: int) -> int | None:
     factor = fields.raw("partial_rotary_factor", "the part of an entry that is rotated")
-    return None if factor is None else int(width * factor)
+    if factor is None:
+        return None
+    if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor < 1:
+        raise ConfigError("partial_rotary_factor", f"config partial_rotary_factor={factor!r} must be between 0 and 1")
+    return int(width * factor)
 
 
 def _rates(fields: Fields) -> dict[str, int]:
@@ -83,7 +87,7 @@ def _rates(fields: Fields) -> dict[str, int]:
 def _kinds(fields: Fields, layers: int) -> tuple[str, ...]:
     """The kind of every layer, from `layer_types` or from the checkpoint's `compress_ratios` (0, 4 or 128 a layer)."""
     kinds = fields.layer_kinds("layer_types", "which layers compress how", layers, (SLIDING, SPARSE, HEAVY))
-    ratios = fields.sequence("compress_ratios", "which layers compress how")
+    ratios = fields.integers("compress_ratios", "which layers compress how")
     if kinds is not None:
         return kinds
     if ratios is None:

@@ -56,6 +56,9 @@ INERT = re.compile(
 """Fields that match a pattern and change no size: rotation, scaling of logits, dropout, special tokens, top-k."""
 
 
+MOST_LAYERS = 10_000
+
+
 class ConfigError(ValueError):
     """A config cannot be read; the message names the field, its value and what would be right.
 
@@ -136,6 +139,31 @@ class Fields:
             self._known.add(field)
             return None
         return self.integer(field, use)
+
+    def layers(self, default: int | None = None) -> int:
+        """The number of layers; ConfigError beyond `MOST_LAYERS`, since everything after is done once a layer."""
+        layers = self.integer("num_hidden_layers", "number of layers", default)
+        if layers > MOST_LAYERS:
+            raise ConfigError(
+                "num_hidden_layers", f"config has num_hidden_layers={layers}; at most {MOST_LAYERS} are read"
+            )
+        return layers
+
+    def whole(self, field: str, use: str, default: int) -> int:
+        """An integer of at least 0; ConfigError for anything else."""
+        value = self.raw(field, use, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise ConfigError(field, f"config field {self._prefix + field!r}={_short(value)} must be an integer ≥ 0")
+        return value
+
+    def integers(self, field: str, use: str, length: int | None = None) -> tuple[int, ...] | None:
+        """A list of integers (`length` of them), or None where the field is missing or null."""
+        values = self.sequence(field, use, length)
+        if any(isinstance(value, bool) or not isinstance(value, int) for value in values or ()):
+            raise ConfigError(
+                field, f"config field {self._prefix + field!r} is {_short(values)}; it must list integers"
+            )
+        return values
 
     def flag(self, field: str, use: str, default: bool = False) -> bool:
         """True or false; ConfigError for anything else."""

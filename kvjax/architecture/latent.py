@@ -42,7 +42,7 @@ def latent_reader(*, indexer: bool = False, router_bias: bool = True) -> Callabl
     """A reader for DeepSeek-V2, V3, V3.2, Kimi K2 and GLM-5."""
 
     def read(fields: Fields) -> Architecture:
-        layers = fields.integer("num_hidden_layers", "number of layers")
+        layers = fields.layers()
         heads = fields.integer("num_attention_heads", "query heads")
         hidden = fields.integer("hidden_size", "width of a hidden state")
         shape = Shape(layers, hidden, heads)
@@ -91,7 +91,7 @@ def _indexed_layers(fields: Fields, layers: int) -> tuple[int, ...]:
     kinds = fields.layer_kinds("indexer_types", "which layers have an indexer", layers, ("full", "shared"))
     pattern = fields.raw("index_topk_pattern", "which layers have an indexer: F or S a layer")
     every = fields.integer("index_topk_freq", "one layer in this many has an indexer", 1)
-    offset = fields.raw("index_skip_topk_offset", "layers before that pattern begins", 2)
+    offset = fields.whole("index_skip_topk_offset", "layers before that pattern begins", 2)
     if kinds is None and pattern is not None:
         if not isinstance(pattern, str) or len(pattern) != layers or set(pattern) - {"F", "S"}:
             raise ConfigError("index_topk_pattern", f"config index_topk_pattern={pattern!r} must be F or S a layer")

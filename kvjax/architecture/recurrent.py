@@ -21,7 +21,7 @@ STATE_DTYPE = "float32"
 
 def read_kimi_linear(fields: Fields) -> Architecture:
     """Kimi Linear and Kimi K3: Kimi delta attention (KDA) in most layers, latent attention in the others."""
-    layers = fields.integer("num_hidden_layers", "number of layers")
+    layers = fields.layers()
     heads = fields.integer("num_attention_heads", "query heads")
     hidden = fields.integer("hidden_size", "width of a hidden state")
     fields.skip("num_key_value_heads", "head_dim", "v_head_dim", "qk_nope_head_dim", "q_lora_rank")
@@ -29,8 +29,8 @@ def read_kimi_linear(fields: Fields) -> Architecture:
     if fields.has("linear_attn_config"):
         linear = fields.section("linear_attn_config")
         linear.skip("gate_lower_bound", "use_full_rank_gate")
-        kda = linear.sequence("kda_layers", "layers with KDA, counted from 1")
-        full = linear.sequence("full_attn_layers", "layers with latent attention, counted from 1")
+        kda = linear.integers("kda_layers", "layers with KDA, counted from 1")
+        full = linear.integers("full_attn_layers", "layers with latent attention, counted from 1")
         names = ("num_heads", "head_dim", "short_conv_kernel_size")
         if kda is None or full is None or sorted((*kda, *full)) != list(range(1, layers + 1)):
             raise ConfigError("kda_layers", f"config kda_layers and full_attn_layers must share out layers 1…{layers}")
@@ -77,7 +77,7 @@ def read_minimax(fields: Fields) -> Architecture:
     shape = attention_shape(fields)
     layers = shape.layers
     kinds = fields.layer_kinds("layer_types", "which layers attend", layers, (LINEAR, FULL))
-    by_number = fields.sequence("attn_type_list", "which layers attend: 1, or 0 for lightning attention", layers)
+    by_number = fields.integers("attn_type_list", "which layers attend: 1, or 0 for lightning attention", layers)
     if kinds is None and by_number is not None:
         kinds = tuple(FULL if one == 1 else LINEAR for one in by_number)
     if kinds is None:
@@ -94,7 +94,7 @@ def read_minimax(fields: Fields) -> Architecture:
 
 def read_mamba2(fields: Fields) -> Architecture:
     """Mamba-2 alone: no attention at all."""
-    layers = fields.integer("num_hidden_layers", "number of layers")
+    layers = fields.layers()
     hidden = fields.integer("hidden_size", "width of a hidden state")
     heads, width = fields.integer("num_heads", "heads of the state"), fields.integer("head_dim", "rows of a head")
     fields.skip("use_conv_bias", "chunk_size")
@@ -114,7 +114,7 @@ def read_jamba(fields: Fields) -> Architecture:
     shape = attention_shape(fields)
     layers = shape.layers
     period = fields.integer("attn_layer_period", "one layer in this many attends")
-    offset = fields.raw("attn_layer_offset", "the first layer that attends", 0)
+    offset = fields.whole("attn_layer_offset", "the first layer that attends", 0)
     kinds = tuple(FULL if layer % period == offset else LINEAR for layer in range(layers))
     fields.skip("use_mamba_kernels", "mamba_dt_rank", "mamba_conv_bias", "mamba_proj_bias", "mamba_inner_layernorms")
     inner = shape.hidden * fields.integer("mamba_expand", "channels of the state, in hidden sizes")
@@ -197,7 +197,7 @@ def mamba2_states(heads: int, width: int, *, groups: int, state: int, taps: int)
 
 def bamba_kinds(fields: Fields, layers: int) -> tuple[str, ...]:
     """Bamba lists the layers that attend."""
-    attending = fields.sequence("attn_layer_indices", "layers that attend") or ()
+    attending = fields.integers("attn_layer_indices", "layers that attend") or ()
     return tuple(FULL if layer in attending else LINEAR for layer in range(layers))
 
 

@@ -123,7 +123,7 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
         fields.skip("vision_config")  # Encoders cache nothing from one step to the next.
         text = fields.section("text_config")
         inner = text.raw("model_type", "family of the decoder", WITH_TEXT_CONFIG[family])
-        if inner not in READERS:
+        if not isinstance(inner, str) or inner not in READERS:
             raise ConfigError("text_config", f"config text_config.model_type={inner!r} is not supported for {family}")
         text.family = inner
         result = READERS[inner](text)

@@ -91,7 +91,7 @@ def llama4(fields: Fields, shape: Shape) -> int:
     hidden, width = shape.hidden, fields.integer("intermediate_size", USE)
     experts = fields.integer("num_local_experts", USE)
     every = fields.integer("interleave_moe_layer_step", USE, 1)
-    routed = len(fields.sequence("moe_layers", USE) or range(every - 1, shape.layers, every))
+    routed = len(fields.integers("moe_layers", USE) or range(every - 1, shape.layers, every))
     moe = 3 * hidden * width * (experts + 1) + experts * hidden
     mlps = routed * moe + (shape.layers - routed) * 3 * hidden * fields.integer("intermediate_size_mlp", USE)
     layer = attention(fields, shape, "attention_bias", "attention_bias", False) + 2 * hidden
@@ -142,11 +142,11 @@ def embeddings(fields: Fields, hidden: int, tied: bool = False) -> int:
 def feed_forward(fields: Fields, shape: Shape, *, router_bias: bool) -> int:
     """MLPs of all layers where the first few are dense and the rest are routed and shared experts (DeepSeek, GLM)."""
     hidden, width = shape.hidden, fields.integer("moe_intermediate_size", USE)
-    first = fields.raw("first_k_dense_replace", USE, 0)
+    first = fields.whole("first_k_dense_replace", USE, 0)
     experts = fields.integer("n_routed_experts", USE)
-    shared = fields.raw("n_shared_experts", USE, 0)
-    if not all(isinstance(one, int) and one >= 0 for one in (first, shared)) or first > shape.layers:
-        raise ConfigError("first_k_dense_replace", f"config has {first=} dense layers and {shared=} experts")
+    shared = fields.whole("n_shared_experts", USE, 0)
+    if first > shape.layers:
+        raise ConfigError("first_k_dense_replace", f"config has {first} dense layers of {shape.layers}")
     router = experts * hidden + (experts if router_bias else 0)
     routed = 3 * hidden * width * (experts + shared) + router
     return first * 3 * hidden * fields.integer("intermediate_size", USE) + (shape.layers - first) * routed

@@ -32,7 +32,7 @@ def window_from_layer(fields: Fields, layers: int) -> Windows:
     """Qwen 2 and 3: layers from `max_window_layers` on, and only if `use_sliding_window`."""
     use = fields.flag("use_sliding_window", "whether any layer has a window")
     window = fields.optional("sliding_window", WINDOW_USE)
-    first = fields.raw("max_window_layers", "first layer with a window", 28)
+    first = fields.whole("max_window_layers", "first layer with a window", 28)
     window = window if use else None
     kinds = fields.layer_kinds("layer_types", "which layers have a window", layers, (FULL, SLIDING))
     if kinds is None:
@@ -55,7 +55,7 @@ def chunks(fields: Fields, layers: int) -> Windows:
     """Llama 4: layers with rotary positions attend within aligned chunks, the others to everything."""
     chunk = fields.optional("attention_chunk_size", "tokens of a chunk")
     kinds = fields.layer_kinds("layer_types", "which layers are chunked", layers, (FULL, CHUNKED))
-    rotary = fields.sequence("no_rope_layers", "1: rotary and chunked; 0: no positions, full attention")
+    rotary = fields.integers("no_rope_layers", "1: rotary and chunked; 0: no positions, full attention")
     every = fields.integer("no_rope_layer_interval", "one layer in this many attends to everything", 4)
     if kinds is None:
         rotary = rotary or tuple((layer + 1) % every for layer in range(layers))

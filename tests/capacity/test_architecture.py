@@ -186,6 +186,25 @@ def test_fields_of_other_things_are_let_pass():
     assert read_architecture({**config("llama-3-8b"), **more}).groups == architecture("llama-3-8b").groups
 
 
+NONSENSE = (None, True, -1, 0, 1.5, "x", "", [], [1, "x", None], {}, {"a": []}, 10**30)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_any_value_in_any_field_is_read_or_refused(name):
+    """Every field set to every kind of nonsense: a description or a ConfigError, and nothing that runs away."""
+    given = config(name)
+    sections = [((), given), *(((key,), value) for key, value in given.items() if isinstance(value, dict))]
+    for path, section in sections:
+        for field in section:
+            for value in NONSENSE:
+                changed = {**given, path[0]: {**section, field: value}} if path else {**given, field: value}
+                try:
+                    model = read_architecture(changed)
+                except ConfigError:
+                    continue
+                assert model.groups and all(group.layers for group in model.groups), (path, field, value)
+
+
 @pytest.mark.parametrize("nonsense", [None, [], 3, "llama", {}])
 def test_what_is_no_config_is_refused(nonsense):
     with pytest.raises(ConfigError):
