@@ -144,9 +144,8 @@ class Fields:
         """The number of layers; ConfigError beyond `MOST_LAYERS`, since everything after is done once a layer."""
         layers = self.integer("num_hidden_layers", "number of layers", default)
         if layers > MOST_LAYERS:
-            raise ConfigError(
-                "num_hidden_layers", f"config has num_hidden_layers={layers}; at most {MOST_LAYERS} are read"
-            )
+            message = f"config has num_hidden_layers={layers}; at most {MOST_LAYERS} are read"
+            raise ConfigError("num_hidden_layers", message)
         return layers
 
     def whole(self, field: str, use: str, default: int) -> int:

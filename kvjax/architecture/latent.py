@@ -1,6 +1,7 @@
 """Multi-head latent attention: one latent and one rotated key a token, shared by all heads (DeepSeek-V2, section 2.1).
 
-DeepSeek-V3.2 and GLM-5 add an indexer, whose keys are cached in fp8 with one float32 scale per 128 elements.
+DeepSeek-V3.2 and GLM-5 add an indexer, whose keys are cached in fp8 with one float32 scale per 128 elements, as the
+publishers' kernels do; transformers keeps them in the cache's dtype.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from kvjax.capacity.advice import Advice, Workload, advise
 from kvjax.capacity.allocated import CacheBytes, cache_bytes
-from kvjax.capacity.deployment import Deployment, Draft, Weights
+from kvjax.capacity.deployment import Deployment, Draft
 from kvjax.capacity.formats import FORMATS, WEIGHT_BITS, Format, weight_bytes
 from kvjax.capacity.fragmentation import (
     PageCost,
@@ -13,7 +13,7 @@ from kvjax.capacity.fragmentation import (
     utilisation,
     worst_waste,
 )
-from kvjax.capacity.ledger import ExecutableMemory, Ledger, Line, Step
+from kvjax.capacity.ledger import ExecutableMemory, Ledger, Line, Step, Weights
 from kvjax.capacity.parallel import Parallelism
 from kvjax.capacity.plan import GroupPlan, Plan, make_plan
 from kvjax.capacity.sizes import GroupSizes, group_sizes

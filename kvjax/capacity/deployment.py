@@ -8,25 +8,8 @@ from dataclasses import dataclass, field
 from kvjax.architecture import Architecture
 from kvjax.capacity.formats import format_named
 from kvjax.capacity.fragmentation import COPY_OVERHEAD_BYTES
-from kvjax.capacity.ledger import ExecutableMemory
+from kvjax.capacity.ledger import ExecutableMemory, Weights
 from kvjax.capacity.parallel import Parallelism
-
-
-@dataclass(frozen=True, slots=True)
-class Weights:
-    """A model's weights.
-
-    Attributes:
-      bytes: all of them.
-      parameters: their number, if it is known.
-      format: their format, for people.
-      note: where the number comes from.
-    """
-
-    bytes: int
-    parameters: int | None
-    format: str
-    note: str
 
 
 @dataclass(frozen=True, slots=True)

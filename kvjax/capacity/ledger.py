@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,23 @@ HIDDEN_COPIES = 6
 """Hidden states alive in a layer: its input, the normed one, the attention's output, the sum, and two being moved."""
 KV_SPLITS = 16
 """Parts into which a decode kernel may split one sequence, each with its own partial result."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """A model's weights.
+
+    Attributes:
+      bytes: all of them.
+      parameters: their number, if it is known.
+      format: their format, for people.
+      note: where the number comes from.
+    """
+
+    bytes: int
+    parameters: int | None
+    format: str
+    note: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +135,7 @@ def transient_line(architecture: Architecture, step: Step, parallel: Parallelism
     hidden, mlp = architecture.hidden_size, architecture.mlp_width or 4 * architecture.hidden_size
     activations = step.tokens * (HIDDEN_COPIES * hidden + 2 * -(-mlp // parallel.tensor)) * step.element_bytes
     logits = step.samples * -(-(architecture.vocabulary or 0) // parallel.tensor) * 4 * LOGITS_COPIES
-    layer = weights * parallel.pipeline // architecture.num_layers if step.scanned else 0
+    layer = weights // parallel.stage_layers(architecture.num_layers) if step.scanned else 0
     formula = (
         f"{step.tokens} tokens × ({HIDDEN_COPIES} · {hidden} + 2 · {mlp}/{parallel.tensor}) · {step.element_bytes} B"
         f" + {step.samples} × {architecture.vocabulary or 0}/{parallel.tensor} logits · 4 B · {LOGITS_COPIES}"
@@ -140,13 +156,12 @@ def workspace_line(architecture: Architecture, rows: int, parallel: Parallelism)
     return Line("workspace", total, formula, f"assumption: up to {KV_SPLITS} splits a sequence")
 
 
-def weights_line(
-    parameters: int | None, form: str, all_bytes: int, parallel: Parallelism, note: str, name: str = "weights"
-) -> Line:
-    """Weights, split over tensor and pipeline parallelism."""
-    share = math.ceil(all_bytes / (parallel.tensor * parallel.pipeline))
-    what = f"{all_bytes} B" if parameters is None else f"{parameters} weights in {form}"
-    return Line(name, share, f"{what} / (tp {parallel.tensor} · pp {parallel.pipeline})", note)
+def weights_line(weights: Weights, num_layers: int, parallel: Parallelism, name: str = "weights") -> Line:
+    """Weights, split over tensor parallelism and, layer by layer, over pipeline stages."""
+    layers = parallel.stage_layers(num_layers)
+    share = -(-weights.bytes * layers // (num_layers * parallel.tensor))
+    what = f"{weights.bytes} B" if weights.parameters is None else f"{weights.parameters} weights in {weights.format}"
+    return Line(name, share, f"{what} · {layers}/{num_layers} layers / tp {parallel.tensor}", weights.note)
 
 
 def bars(lines: Sequence[Line], total: int, *, width: int = 40) -> list[str]:

@@ -51,6 +51,10 @@ class Parallelism:
         """Ways in which something of `heads` heads is really divided."""
         return min(heads, self.tensor) if heads % self.tensor == 0 or self.tensor % heads == 0 else 1
 
+    def stage_layers(self, num_layers: int) -> int:
+        """Layers of the longest pipeline stage."""
+        return -(-num_layers // self.pipeline)
+
     def stages(self, groups: tuple[CacheGroup, ...], num_layers: int) -> list[tuple[CacheGroup, ...]]:
         """The groups of every pipeline stage, restricted to its layers.
 

@@ -201,11 +201,10 @@ def _tables(sizes: Sequence[GroupSizes], rows: int, page_size: int, deployment: 
 
 def _fixed_lines(deployment: Deployment, *, rows: int, sizes: Sequence[GroupSizes], page_size: int) -> list[Line]:
     """The lines that do not belong to the cache."""
-    model, parallel, weights = deployment.architecture, deployment.parallel, deployment.weights
-    lines = [weights_line(weights.parameters, weights.format, weights.bytes, parallel, weights.note)]
-    if deployment.draft is not None:
-        mine = deployment.draft.weights
-        lines.append(weights_line(mine.parameters, mine.format, mine.bytes, parallel, mine.note, "draft_weights"))
+    model, parallel = deployment.architecture, deployment.parallel
+    lines = [weights_line(deployment.weights, model.num_layers, parallel)]
+    if (draft := deployment.draft) is not None:
+        lines.append(weights_line(draft.weights, draft.architecture.num_layers, parallel, "draft_weights"))
     if deployment.executable is not None:
         lines += deployment.executable.lines()
     else:

@@ -228,11 +228,11 @@ def _stated_format(name: str, config: dict[str, Any]) -> tuple[str, str]:
         quantised = section.get("quantization_config")
         if quantised is not None:
             method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
-            if method not in QUANTISED:
+            if not isinstance(method, str) or method not in QUANTISED:
                 raise CommandError(f"{name}: quantization_config has quant_method={method!r}; pass --weights")
             return QUANTISED[method], "config quantization_config"
     stated = config.get("dtype") or config.get("torch_dtype")
-    if stated in DTYPES:
+    if isinstance(stated, str) and stated in DTYPES:
         return DTYPES[stated], f"config dtype {stated}"
     return "bf16", "assumption: bf16, the config does not say"
 

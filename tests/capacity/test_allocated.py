@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import kvjax
 from kvjax.architecture import read_architecture
-from kvjax.capacity import ExecutableMemory, Ledger, Line, Parallelism, Step, cache_bytes, group_sizes
+from kvjax.capacity import ExecutableMemory, Ledger, Line, Parallelism, Step, Weights, cache_bytes, group_sizes
 from kvjax.capacity.ledger import transient_line, weights_line
 from kvjax.capacity.plan import KERNEL_PAGE_SIZES
 from kvjax.engine import PagedBacking, steps
@@ -122,7 +122,7 @@ def test_the_demo_model_s_peak_is_predicted():
     measured = ExecutableMemory.of(step.lower(*arguments).compile())
 
     smollm2 = read_architecture(SMOLLM2)
-    weights = weights_line(smollm2.parameters, "fp32", smollm2.parameters * 4, Parallelism(), "config")
+    weights = weights_line(Weights(smollm2.parameters * 4, smollm2.parameters, "fp32", ""), 30, Parallelism())
     pools = cache_bytes(model.spec, rows=rows, num_pages=[pages], page_size=[16], max_context=2048).total
     work = transient_line(smollm2, Step(chunk, rows, element_bytes=4, scanned=True), Parallelism(), weights.bytes)
     ledger = Ledger((weights, Line("cache", pools, "", ""), work))

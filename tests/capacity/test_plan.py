@@ -87,6 +87,7 @@ def test_parallelism_divides_weights_and_what_is_sharded():
     assert latent.bytes_per_token == 61 * 576 * 2
     staged = make_plan(deployment("llama-3-70b", hbm=160 * GB, parallel=Parallelism(pipeline=3)))
     assert staged.bytes_per_token == 27 * 4096  # 80 layers: 26, 27, 27
+    assert staged.ledger.bytes_of("weights") == -(-70_553_706_496 * 27 // 80)
     copies = make_plan(deployment("llama-3-70b", hbm=160 * GB, parallel=Parallelism(data=2)))
     assert copies.max_sequences == one.max_sequences and copies.ledger == one.ledger
     dealt = make_plan(deployment("llama-3-70b", hbm=160 * GB, parallel=Parallelism(context=4)))
