@@ -183,6 +183,8 @@ def test_nonsense_is_one_line(run, tmp_path, case):
         ("--hbm", "lots"),
         ("--hbm", "0GB"),
         ("--hbm", "80XB"),
+        ("--hbm", "9" * 400),
+        ("--hbm", "80GB", "--tp", "9" * 30),
         ("--hbm", "-1"),
         ("--hbm", "80GB", "--tp", "0"),
         ("--hbm", "80GB", "--weights", "int3"),

@@ -56,7 +56,8 @@ INERT = re.compile(
 """Fields that match a pattern and change no size: rotation, scaling of logits, dropout, special tokens, top-k."""
 
 
-MOST_LAYERS = 10_000
+MAX_LAYERS = 2**16
+"""No model comes near; a description lists its layers, so a number from a damaged file must not become a list."""
 
 
 class ConfigError(ValueError):
@@ -141,10 +142,10 @@ class Fields:
         return self.integer(field, use)
 
     def layers(self, default: int | None = None) -> int:
-        """The number of layers; ConfigError beyond `MOST_LAYERS`, since everything after is done once a layer."""
+        """The number of layers; ConfigError beyond `MAX_LAYERS`."""
         layers = self.integer("num_hidden_layers", "number of layers", default)
-        if layers > MOST_LAYERS:
-            message = f"config has num_hidden_layers={layers}; at most {MOST_LAYERS} are read"
+        if layers > MAX_LAYERS:
+            message = f"config has num_hidden_layers={layers}; at most {MAX_LAYERS} are read"
             raise ConfigError("num_hidden_layers", message)
         return layers
 
@@ -229,8 +230,9 @@ def config_integer(config: Mapping[str, Any], field: str, default: int | None = 
     value = default if value is None else value
     if value is None:
         raise ConfigError(field, f"config has no field {prefix + field!r}; add it (a positive integer)")
-    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-        raise ConfigError(field, f"config field {prefix + field!r}={_short(value)} must be a positive integer")
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
+        message = f"config field {prefix + field!r}={_short(value)} must be a positive integer below 2**31"
+        raise ConfigError(field, message)
     return value
 
 

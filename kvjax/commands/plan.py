@@ -53,6 +53,8 @@ UNITS = {
     **{f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", 1)},
     **{f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", 1)},
 }
+LARGEST = 2**60
+"""Sizes and counts beyond this are slips of the hand."""
 DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 """A config's dtype → a weight format."""
 QUANTISED = {"fp8": "fp8", "mxfp4": "mxfp4"}
@@ -62,10 +64,10 @@ QUANTISED = {"fp8": "fp8", "mxfp4": "mxfp4"}
 def byte_size(text: str) -> int:
     """An argparse type: "80GB", "16GiB", "4096"."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?i?B?)", text)
-    size = int(float(match[1]) * UNITS[match[2]]) if match is not None and match[2] in UNITS else 0
-    if size < 1:
+    size = float(match[1]) * UNITS[match[2]] if match is not None and match[2] in UNITS else 0.0
+    if not 1 <= size <= LARGEST:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size; write it like 80GB, 16GiB or 4096")
-    return size
+    return int(size)
 
 
 def byte_rate(text: str) -> int:
@@ -75,7 +77,7 @@ def byte_rate(text: str) -> int:
 
 def page_size(text: str) -> int | None:
     """An argparse type: a whole number, or "auto"."""
-    return None if text == "auto" else whole_number(1)(text)
+    return None if text == "auto" else whole_number(1, 2**20)(text)
 
 
 def add_parser(commands: Any) -> None:
@@ -86,14 +88,14 @@ def add_parser(commands: Any) -> None:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    positive = whole_number(1)
+    positive = whole_number(1, LARGEST)
     parser.add_argument("config", metavar="CONFIG", help="a config.json, a directory that has one, or a .gguf file")
     parser.add_argument("--hbm", type=byte_size, required=True, metavar="SIZE", help="memory of one device, like 80GB")
     for flag, what in (("tp", "tensor"), ("cp", "context"), ("pp", "pipeline"), ("dp", "data")):
         parser.add_argument(f"--{flag}", type=positive, default=1, metavar="N", help=f"{what} parallelism (default: 1)")
     parser.add_argument("--platform", choices=("gpu", "tpu", "cpu"), default="gpu", help="tpu pads rows (default: gpu)")
     parser.add_argument("--weights", choices=WEIGHT_BITS, help="format of the weights (default: what the config says)")
-    parser.add_argument("--parameters", type=real_number(1), metavar="N", help="number of weights, like 6.7e9")
+    parser.add_argument("--parameters", type=real_number(1, LARGEST), metavar="N", help="number of weights, like 6.7e9")
     parser.add_argument("--kv-dtype", choices=("auto", *FORMATS), default="auto", help="format of the cache")
     parser.add_argument("--context", type=positive, metavar="T", help="longest sequence (default: the model's)")
     parser.add_argument("--trace", metavar="FILE", help="JSON lines with the lengths to plan for")
@@ -103,7 +105,7 @@ def add_parser(commands: Any) -> None:
         "--slack", type=real_number(0, 0.9), default=0.05, metavar="F", help="share the allocator loses (default: 0.05)"
     )
     parser.add_argument("--draft", metavar="CONFIG", help="config of a draft model, cached beside the model")
-    parser.add_argument("--draft-parameters", type=real_number(1), metavar="N", help="number of its weights")
+    parser.add_argument("--draft-parameters", type=real_number(1, LARGEST), metavar="N", help="number of its weights")
     advice = parser.add_argument_group("advice")
     advice.add_argument("--advise", action="store_true", help="say what is worth switching on, and what is not")
     advice.add_argument("--concurrency", type=positive, metavar="N", help="sequences wanted at once")

@@ -93,7 +93,8 @@ def _ledger_table(plan: Plan) -> str:
     lines = [["ledger", "bytes", "", "formula", "source"]]
     lines += [[line.name, str(line.bytes), human(line.bytes), line.formula, line.source] for line in plan.ledger.lines]
     rest = plan.deployment.hbm - plan.ledger.total
-    lines.append(["total", str(plan.ledger.total), human(plan.ledger.total), f"{rest} B of --hbm left", ""])
+    remains = f"{rest} B of --hbm left" if rest >= 0 else f"{-rest} B more than --hbm"
+    lines.append(["total", str(plan.ledger.total), human(plan.ledger.total), remains, ""])
     return table(lines)
 
 

@@ -186,7 +186,23 @@ def test_fields_of_other_things_are_let_pass():
     assert read_architecture({**config("llama-3-8b"), **more}).groups == architecture("llama-3-8b").groups
 
 
-NONSENSE = (None, True, -1, 0, 1.5, "x", "", [], [1, "x", None], {}, {"a": []}, 10**30)
+NONSENSE = (
+    None,
+    True,
+    -1,
+    0,
+    1.5,
+    "x",
+    "",
+    [],
+    [1, "x", None],
+    {},
+    {"a": []},
+    2**31,
+    10**400,
+    float("nan"),
+    float("inf"),
+)
 
 
 @pytest.mark.parametrize("name", NAMES)
