@@ -34,7 +34,7 @@ def indexer_key(fields: Fields) -> CachedTensor:
         1,
         width,
         sharded=False,
-        packed={"fp8": width + 4 * scales, "fp4": width // 2 + 4 * scales},
+        packed={"fp8": width + 4 * scales},
         format="fp8",
     )
 

@@ -116,6 +116,7 @@ FORMATS: Mapping[str, Format] = {
         Format("fp8", 8, "e4m3 or e5m2, one scale a tensor; latents and compressed entries in their packed rows"),
         Format("int8", 8, "one float32 scale a head and token", Scales("lanes", 0, 4), Scales("lanes", 0, 4)),
         Format("int4", 4, "float16 scale and zero a 32 lanes", Scales("lanes", 32, 4), Scales("lanes", 32, 4)),
+        Format("mxfp4", 4, "one ue8m0 exponent a 32 lanes", Scales("lanes", 32, 1), Scales("lanes", 32, 1)),
         Format("nvfp4", 4, "one e4m3 scale a 16 lanes", Scales("lanes", 16, 1), Scales("lanes", 16, 1)),
         _kivi(4),
         _kivi(2),
