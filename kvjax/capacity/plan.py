@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
+from kvjax.architecture import CacheGroup
 from kvjax.capacity.allocated import INT, table_bytes
 from kvjax.capacity.deployment import Deployment
 from kvjax.capacity.fragmentation import PAGE_SIZES, PageCost, knee, sweep
@@ -124,13 +125,20 @@ def _heaviest_stage(deployment: Deployment) -> tuple[GroupSizes, ...]:
     """The groups of the pipeline stage that needs most for one sequence, the draft model's added to it."""
     model, parallel = deployment.architecture, deployment.parallel
     stages = parallel.stages(model.groups, model.num_layers)
-    draft = deployment.draft.architecture.groups if deployment.draft else ()
+    draft = _draft_groups(deployment)
     every = [
         group_sizes((*stage, *draft), deployment.kv_format, parallel=parallel, platform=deployment.platform)
         for stage in stages
     ]
     page = math.lcm(*(group.tokens_per_entry for group in (*model.groups, *draft)))
     return max(every, key=lambda sizes: sum(one.sequence_bytes(deployment.context, page) for one in sizes))
+
+
+def _draft_groups(deployment: Deployment) -> tuple[CacheGroup, ...]:
+    """The draft model's groups, told apart by name; it runs whole beside one pipeline stage."""
+    if deployment.draft is None:
+        return ()
+    return tuple(replace(group, name=f"draft.{group.name}") for group in deployment.draft.architecture.groups)
 
 
 def _choose_page_size(deployment: Deployment, sizes: Sequence[GroupSizes]) -> tuple[int, tuple[PageCost, ...]]:
@@ -204,7 +212,8 @@ def _fixed_lines(deployment: Deployment, *, rows: int, sizes: Sequence[GroupSize
     model, parallel = deployment.architecture, deployment.parallel
     lines = [weights_line(deployment.weights, model.num_layers, parallel)]
     if (draft := deployment.draft) is not None:
-        lines.append(weights_line(draft.weights, draft.architecture.num_layers, parallel, "draft_weights"))
+        whole = replace(parallel, pipeline=1)
+        lines.append(weights_line(draft.weights, draft.architecture.num_layers, whole, "draft_weights"))
     if deployment.executable is not None:
         lines += deployment.executable.lines()
     else:

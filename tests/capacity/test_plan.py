@@ -101,6 +101,9 @@ def test_a_draft_model_caches_the_same_tokens():
     assert both.bytes_per_token == alone.bytes_per_token + 18 * 2 * 256 * 2
     assert both.ledger.bytes_of("draft_weights") == 2 * 268_098_176
     assert both.max_sequences < alone.max_sequences
+    assert [group.sizes.group.name for group in both.groups] == ["full", "draft.window", "draft.full"]
+    staged = make_plan(deployment(draft=draft, parallel=Parallelism(pipeline=2)))
+    assert staged.ledger.bytes_of("draft_weights") == 2 * 268_098_176  # whole beside one stage
 
 
 def test_quantised_caches_hold_more():
