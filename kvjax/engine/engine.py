@@ -26,6 +26,7 @@ from kvjax.engine.swap import Swap, pages_to_restore
 from kvjax.engine.text import Decode, TextStream
 from kvjax.inputs import static_size
 from kvjax.models.protocol import Model
+from kvjax.pages import PageTable
 from kvjax.pages.status import Status, raise_for_status
 
 
@@ -52,7 +53,8 @@ class Engine:
       smallest_bucket: batches are padded to powers of two from here up: fewer compilations, more padding.
       decode: token ids → text; needed for stop strings and text in results.
       clock: seconds, monotonic.
-      page_map: records who owns which page after every step; for caches with pages.
+      mirror: keep the page table on the host too (see `Engine.table`); for caches with pages.
+      page_map: records who owns which page after every step, from such a mirror.
 
     Raises:
       ValueError: a size below 1, a negative max_prefixes, swapping without host_bytes, or swapping or a page map
@@ -75,14 +77,15 @@ class Engine:
         smallest_bucket: int = 1,
         decode: Decode | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        mirror: bool = False,
         page_map: PageMap | None = None,
     ):
         max_seqs = static_size("max_seqs", max_seqs)
         chunk, burst = static_size("chunk", chunk), static_size("burst", burst)
         smallest_bucket = static_size("smallest_bucket", smallest_bucket)
         max_prefixes = static_size("max_prefixes", max_prefixes, least=0)
-        if page_map is not None and not backing.shares_pages:
-            raise ValueError("a page map shows the pages of a paged cache; this one has none")
+        if (mirror or page_map is not None) and not backing.shares_pages:
+            raise ValueError("a mirror or page map shows the pages of a paged cache; this one has none")
         self._vocabulary = model.vocabulary
         self._backing = backing
         self._max_prefixes = max_prefixes
@@ -107,6 +110,7 @@ class Engine:
             smallest_bucket=smallest_bucket,
             drafter=drafter,
             stream=None if on_tokens is None else self._stream,
+            mirrored=mirror or page_map is not None,
             clock=clock,
         )
         self._swap = self._make_swap(preemption, host_bytes)
@@ -125,6 +129,17 @@ class Engine:
     def idle(self) -> bool:
         """Nothing runs, waits, is on its way to the host, or remains to be told."""
         return not (self._unfinished or self._events or self._arriving)
+
+    @property
+    def table(self) -> PageTable:
+        """The page table as it stands after the last step, on the host; the device is not asked for it.
+
+        Raises:
+          ValueError: the engine keeps no mirror.
+        """
+        if self._runner.mirror is None:
+            raise ValueError("this engine keeps no page table on the host; make it with mirror=True")
+        return self._runner.mirror.table
 
     @property
     def compiled(self) -> list[tuple[str, int]]:
@@ -438,7 +453,7 @@ class Engine:
         if self._page_map is not None:
             labels = {holder.row: label for label, holder in scheduler.prefixes.labelled()}
             labels |= {one.row: f"request {one.id}" for one in scheduler.running}
-            self._page_map.record(self._runner.cache.table, labels, now)
+            self._page_map.record(self.table, labels, now)
 
     def _now(self) -> float:
         """Seconds by the clock, as if compilation took no time."""

@@ -12,6 +12,7 @@ import numpy as np
 from kvjax.engine import burst, steps, swap_steps
 from kvjax.engine.backing import Backing
 from kvjax.engine.burst import Decode, Stream
+from kvjax.engine.mirror import Mirror
 from kvjax.engine.speculation import Drafter
 from kvjax.engine.steps import Feed, Report, Slots
 from kvjax.models.protocol import Model
@@ -24,7 +25,7 @@ class Executables:
     """Runs the functions of `steps` on one cache.
 
     A call whose shapes were not seen before compiles first.  `compile_seconds` sums the time that took, by `clock`;
-    `compiled` lists what was compiled, in order, as (function, bucket).
+    `compiled` lists what was compiled, in order, as (function, bucket).  A `mirror` follows each call.
     """
 
     def __init__(
@@ -35,9 +36,11 @@ class Executables:
         *,
         burst_steps: int,
         stream: Stream | None,
+        mirror: Mirror | None,
         clock: Callable[[], float],
     ):
         self._clock = clock
+        self._mirror = mirror
         self._parameters = model.parameters
         self._functions: dict[str, Callable] = {
             "mixed": partial(steps.mixed_step, model, backing),
@@ -95,7 +98,10 @@ class Executables:
             executable = function.lower(*arguments).compile()
             self._executables[name, bucket] = executable
             self.compile_seconds += self._clock() - started
-        return executable(*arguments)
+        result = executable(*arguments)
+        if self._mirror is not None:
+            self._mirror.follow(name, static, self._functions[name], arguments, result)
+        return result
 
 
 def power_of_two(number: int) -> int:

@@ -28,7 +28,7 @@ class Snapshot:
 
 
 class PageMap:
-    """Snapshots of the first group's pages, one a step.  Each reads the table back: O(rows · width + pages)."""
+    """Snapshots of the first group's pages, one a step, O(rows · width + pages) each."""
 
     def __init__(self) -> None:
         self.owners: list[str] = []

@@ -13,6 +13,7 @@ from kvjax.engine.backing import Backing
 from kvjax.engine.batch import make_decode, make_feed, make_slots
 from kvjax.engine.burst import Stream
 from kvjax.engine.executables import Executables, power_of_two
+from kvjax.engine.mirror import Mirror
 from kvjax.engine.scheduler import Share
 from kvjax.engine.sequence import Generation, Sequence, pages_for
 from kvjax.engine.speculation import Drafter
@@ -28,6 +29,7 @@ class Runner:
       rows: of the cache.
       cache: the cache; replaced by every call, the old one is donated.
       free: pages that can be taken now.
+      mirror: the page table on the host, if that is wanted; else None.
       bursting: the generations of the burst that runs now, in the order of its slots.
       executables: the compiled steps.
     """
@@ -43,6 +45,7 @@ class Runner:
         smallest_bucket: int,
         drafter: Drafter,
         stream: Stream | None,
+        mirrored: bool,
         clock: Callable[[], float],
     ):
         self._page_size = backing.page_size
@@ -52,7 +55,10 @@ class Runner:
         self._smallest_bucket = smallest_bucket
         self._seen = drafter.seen
         self.bursting: tuple[Generation, ...] = ()
-        self.executables = Executables(model, backing, drafter, burst_steps=burst, stream=stream, clock=clock)
+        self.mirror = Mirror(backing, model.spec, rows=rows, drafts=drafter.tokens) if mirrored else None
+        self.executables = Executables(
+            model, backing, drafter, burst_steps=burst, stream=stream, mirror=self.mirror, clock=clock
+        )
         self.cache: Any = backing.init(model.spec, rows)
         self.free = backing.num_pages
 

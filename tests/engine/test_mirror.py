@@ -1,0 +1,80 @@
+"""The mirror on the host: transitions replayed on a CPU device give the same table, bit for bit; nothing is read."""
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+
+from kvjax.engine import DraftModel, PromptLookup, Request
+from kvjax.engine.mirror import Mirror
+from kvjax.engine.steps import Log
+from kvjax.pages import check_invariants
+from tests.engine.serving import PREFIX, contiguous, make_engine, model, paged
+from tests.engine.tiny_model import VOCABULARY
+
+SETTINGS = {
+    "plain": {},
+    "lookup, swap": {"drafter": PromptLookup(tokens=2, seen=32), "preemption": "swap", "host_bytes": 1 << 20},
+    "draft model": {"drafter": DraftModel(model(), tokens=2)},
+}
+
+
+def assert_same_table(engine, when):
+    real, mirrored = jax.device_get(engine._runner.cache.table), jax.device_get(engine.table)
+    for (path, one), other in zip(jax.tree.leaves_with_path(real), jax.tree.leaves(mirrored), strict=True):
+        np.testing.assert_array_equal(one, other, err_msg=f"{when}: {jax.tree_util.keystr(path)}")
+
+
+def random_day(engine, seed, steps):
+    """Requests, samples and cancellations at random; compares after every step and returns how many there were."""
+    draw, done = np.random.default_rng(seed), 0
+    engine.add_prefix(PREFIX[:9])
+    while done < steps or not engine.idle:
+        if done < steps and draw.random() < 0.5:
+            prompt = (PREFIX[:9] if draw.random() < 0.5 else ()) + tuple(
+                draw.integers(0, VOCABULARY, draw.integers(1, 30)).tolist()
+            )
+            request = Request(prompt, max_new_tokens=int(draw.integers(1, 20)), temperature=float(draw.integers(0, 2)))
+            if draw.random() < 0.2:
+                engine.submit_samples(request, 3)
+            else:
+                engine.submit(request)
+        if engine._unfinished and draw.random() < 0.1:
+            engine.cancel(int(draw.choice(list(engine._unfinished))))
+        engine.step()
+        done += 1
+        assert_same_table(engine, f"seed {seed}, step {done}")
+    assert check_invariants(engine.table) == []
+    return done
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_both_tables_agree_over_a_long_random_run(name):
+    engine = make_engine(paged(24, 4), burst=3, mirror=True, **SETTINGS[name])
+    assert random_day(engine, seed=5, steps=60) >= 60
+    metrics = engine.metrics()
+    assert metrics.preemptions > 0 and metrics.copies_on_write > 0 and metrics.finished["cancelled"] > 0, metrics
+    assert metrics.swapped_pages > 0 or "swap" not in name
+    assert metrics.drafted_tokens > metrics.accepted_tokens or name != "lookup, swap"
+
+
+@pytest.mark.parametrize("field", ["reserve", "commit"])
+def test_a_log_with_an_entry_off_by_one_is_noticed(monkeypatch, field):
+    real = Mirror._replay
+
+    def wrong(self, log: Log, *arguments):
+        values = np.array(getattr(log, field))
+        values[0, np.argmax(values[0])] -= 1
+        real(self, replace(log, **{field: values}), *arguments)
+
+    monkeypatch.setattr(Mirror, "_replay", wrong)
+    with pytest.raises(AssertionError):
+        random_day(make_engine(paged(24, 4), mirror=True), seed=5, steps=5)
+
+
+def test_there_is_no_mirror_unasked():
+    with pytest.raises(ValueError, match="make it with mirror=True"):
+        _ = make_engine(paged(8, 16)).table
+    with pytest.raises(ValueError, match="this one has none"):
+        make_engine(contiguous(4), mirror=True)
