@@ -202,8 +202,8 @@ def test_a_corrupted_table_is_noticed():
         "refcount=2 but 1 holders": damaged(refcount=group.refcount.at[0].set(2)),
         "is not num_pages": damaged(head=group.head + 1),
         "stands in the ring twice": damaged(ring=group.ring.at[4].set(3)),
-        "holds 77, no page": damaged(pages=group.pages.at[0, 0].set(77)),
-        "unmapped column 3 holds 1": damaged(pages=group.pages.at[0, 3].set(1)),
+        "column 0 holds 77, no page": damaged(pages=group.pages.at[0, 0].set(77)),
+        "column 3 holds 1 but is not mapped": damaged(pages=group.pages.at[0, 3].set(1)),
         "do not fit page_size": damaged(end=group.end.at[0].set(1)),
         "is outside": damaged(tail=group.tail + 100),
     }
