@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from functools import partial
 
 import chex
 import jax
@@ -12,164 +12,19 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import CacheSpec, GroupSpec, Status, TensorSpec
+from kvjax import CacheSpec, GroupSpec, TensorSpec
 from pallas_kernels.hardware import H200, TPU_V6E
+from tests.cache_walk import DIM, KV_HEADS, LAYERS, Q_HEADS, ROWS, CacheWalk, K, Q, V
+from tests.cache_walk import make_cache as make_cache_with
 
-ROWS, LAYERS, KV_HEADS, Q_HEADS, DIM, TOKENS = 4, 2, 2, 6, 8, 16
-
-jitted = {
-    "reserve": jax.jit(kvjax.reserve, static_argnames="max_tokens", donate_argnums=0),
-    "write": jax.jit(kvjax.write, donate_argnums=0),
-    "attend": jax.jit(kvjax.attend),
-    "commit": jax.jit(kvjax.commit, donate_argnums=0),
-    "advance": jax.jit(kvjax.advance, donate_argnums=0),
-    **{
-        name: jax.jit(getattr(kvjax, name), static_argnames="max_pages", donate_argnums=0)
-        for name in ("release", "fork", "reorder", "truncate", "adopt")
-    },
-}
-
-
-def vectors(seed: int, heads: int) -> np.ndarray:
-    """A random vector for each (layer, token id, head): K, V or Q of a token depends on the token alone."""
-    return np.random.default_rng(seed).normal(size=(LAYERS, 4096, heads, DIM)).astype(np.float32)
-
-
-K, V, Q = vectors(1, KV_HEADS), vectors(2, KV_HEADS), vectors(3, Q_HEADS)
-
-
-def expected_attention(layer: int, tokens: list[int], query: int) -> np.ndarray:
-    k, v = (array[layer, tokens].astype(np.float64) for array in (K, V))
-    q = Q[layer, query].astype(np.float64).reshape(KV_HEADS, Q_HEADS // KV_HEADS, DIM)
-    logits = np.einsum("hgd,nhd->hgn", q, k) * DIM**-0.5
-    weight = np.exp(logits - logits.max(-1, keepdims=True))
-    weight /= weight.sum(-1, keepdims=True)
-    return np.einsum("hgn,nhd->hgd", weight, v).reshape(Q_HEADS, DIM)
-
-
-def poison(cache: kvjax.KVCache) -> kvjax.KVCache:
-    """NaN in every slot that is no committed position of a row."""
-    group = jax.tree.map(np.asarray, cache.table.groups[0])
-    live = np.zeros((group.num_pages, group.page_size), bool)
-    for row, length in enumerate(np.asarray(cache.table.length)):
-        for position in range(length):
-            live[group.pages[row, position // group.page_size], position % group.page_size] = True
-    mask = jnp.asarray(np.tile(live, (LAYERS, 1)))[:, None, :, None]
-    return replace(cache, pools=jax.tree.map(lambda pool: jnp.where(mask, pool, jnp.nan), cache.pools))
-
-
-class Driver:
-    """Random calls on a cache, next to a list of token ids for each row."""
-
-    def __init__(self, cache: kvjax.KVCache, seed: int) -> None:
-        self.cache, self.random = cache, np.random.default_rng(seed)
-        self.tokens: list[list[int]] = [[] for _ in range(ROWS)]
-        self.next, self.checked, self.copies = 0, 0, 0
-
-    def run(self, steps: int) -> None:
-        for _ in range(steps):
-            self.decode()
-            name = self.random.choice(["fork", "reorder", "truncate", "release", "adopt", "none"])
-            if name != "none":
-                getattr(self, name)()
-            self.cache = jitted["advance"](self.cache)
-            assert kvjax.check_invariants(self.cache.table) == []
-            assert np.asarray(self.cache.table.length).tolist() == [len(tokens) for tokens in self.tokens]
-
-    def decode(self) -> None:
-        wanted = self.random.integers(0, 7, ROWS) if self.random.random() < 0.5 else np.ones(ROWS, int)
-        bound = TOKENS if wanted.max() > 1 else ROWS
-        self.cache, grant = jitted["reserve"](poison(self.cache), jnp.asarray(wanted, jnp.int32), max_tokens=bound)
-        grant = jax.tree.map(np.asarray, grant)
-        self.copies += int(grant.copies)
-        packed = np.zeros(bound, int)
-        drafts = [tokens.copy() for tokens in self.tokens]
-        for index, row in enumerate(grant.row):
-            if row < ROWS:
-                assert grant.position[index] == len(drafts[row])
-                packed[index] = self.next = (self.next + 1) % 4096
-                drafts[row].append(packed[index])
-        for layer in range(LAYERS):
-            self.cache = jitted["write"](self.cache, jnp.int32(layer), grant, k=K[layer, packed], v=V[layer, packed])
-            out = np.asarray(jitted["attend"](self.cache, jnp.int32(layer), grant, Q[layer, packed]))
-            for index, row in enumerate(grant.row):
-                if row == ROWS:
-                    assert (out[index] == 0).all()
-                    continue
-                seen = drafts[row][: grant.position[index] + 1]
-                np.testing.assert_allclose(out[index], expected_attention(layer, seen, packed[index]), atol=2e-5)
-                self.checked += 1
-        accepted = np.array([self.random.integers(0, n + 1) if self.random.random() < 0.2 else n for n in grant.tokens])
-        self.cache = jitted["commit"](self.cache, jnp.asarray(accepted, jnp.int32))
-        self.tokens = [draft[: len(old) + n] for draft, old, n in zip(drafts, self.tokens, accepted, strict=True)]
-
-    def fork(self) -> None:
-        parent = self.random.integers(0, ROWS + 1, ROWS)
-        self.cache, status = jitted["fork"](self.cache, jnp.asarray(parent, jnp.int32), max_pages=64)
-        before = list(self.tokens)
-        for row, code in enumerate(np.asarray(status)):
-            if code == Status.OK and parent[row] < ROWS:
-                self.tokens[row] = before[parent[row]].copy()
-
-    def reorder(self) -> None:
-        parent = self.random.integers(0, ROWS, ROWS)
-        self.cache, status = jitted["reorder"](self.cache, jnp.asarray(parent, jnp.int32), max_pages=64)
-        before = list(self.tokens)
-        for row, code in enumerate(np.asarray(status)):
-            if code == Status.OK and parent[row] != row:
-                self.tokens[row] = before[parent[row]].copy()
-
-    def truncate(self) -> None:
-        length = np.array([self.random.integers(len(tokens) // 2, len(tokens) + 1) for tokens in self.tokens])
-        self.cache, status = jitted["truncate"](self.cache, jnp.asarray(length, jnp.int32), max_pages=64)
-        assert (np.asarray(status) == Status.OK).all()
-        self.tokens = [tokens[:n] for tokens, n in zip(self.tokens, length, strict=True)]
-
-    def release(self) -> None:
-        rows = self.random.random(ROWS) < 0.4
-        self.cache, _ = jitted["release"](self.cache, jnp.asarray(rows), max_pages=64)
-        self.tokens = [[] if gone else tokens for tokens, gone in zip(self.tokens, rows, strict=True)]
-
-    def adopt(self) -> None:
-        donor, (group,) = int(self.random.integers(ROWS)), self.cache.table.groups
-        taken = np.zeros(ROWS, int)
-        if self.tokens[donor]:
-            taken[self.random.integers(ROWS)] = self.random.integers(1, len(self.tokens[donor]) + 1)
-        ids = jnp.broadcast_to(group.pages[donor], group.pages.shape)
-        self.cache, status = jitted["adopt"](self.cache, (ids,), jnp.asarray(taken, jnp.int32), max_pages=64)
-        for row, code in enumerate(np.asarray(status)):
-            if code == Status.OK and taken[row]:
-                self.tokens[row] = self.tokens[donor][: taken[row]]
-
-
-def make_cache(page_size: int, num_pages: int, rows: int = ROWS) -> kvjax.KVCache:
-    spec = CacheSpec.uniform(layers=LAYERS, kv_heads=KV_HEADS, head_dim=DIM, dtype="float32")
-    return kvjax.init(spec, rows=rows, num_pages=num_pages, page_size=page_size, max_context=64)
+make_cache = partial(make_cache_with, side_tensor=False)
 
 
 @pytest.mark.parametrize(("page_size", "num_pages"), [(1, 60), (3, 24), (16, 9)])
 def test_attention_sees_each_rows_own_tokens(page_size, num_pages):
-    driver = Driver(make_cache(page_size, num_pages), seed=page_size)
-    driver.run(40)
-    assert driver.checked > 300 and (page_size == 1 or driver.copies > 3)
-
-
-def test_a_skipped_copy_is_caught(monkeypatch):
-    """The broken twin of copy-on-write: the new table becomes visible and nothing is copied."""
-    monkeypatch.setattr("kvjax.cache.copy_pages", lambda pool, num_pages, source, target: pool)
-    monkeypatch.setitem(
-        jitted, "reserve", jax.jit(lambda *a, **k: kvjax.reserve(*a, **k), static_argnames="max_tokens")
-    )
-    with pytest.raises(AssertionError):
-        Driver(make_cache(3, 24), seed=3).run(40)
-
-
-def test_a_dropped_value_mask_is_caught(monkeypatch):
-    """The broken twin of the value mask: 0 × NaN from a slot past the context."""
-    monkeypatch.setattr("kvjax.attention.xla.written_values", lambda v, position, context: v)
-    monkeypatch.setitem(jitted, "attend", jax.jit(lambda *a: kvjax.attend(*a)))
-    with pytest.raises(AssertionError):
-        Driver(make_cache(3, 24), seed=3).run(10)
+    walk = CacheWalk(make_cache_with(page_size, num_pages), seed=page_size)
+    walk.run(40)
+    assert walk.checked > 300 and (page_size == 1 or walk.copies > 3)
 
 
 def test_every_tensor_of_every_group_is_copied():

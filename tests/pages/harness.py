@@ -15,7 +15,6 @@ from typing import Any
 
 import chex
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from kvjax import pages
@@ -48,10 +47,10 @@ SETTINGS = {
     "large pages": Setting((GroupShape(8, 256, 3),), max_tokens=700, max_pages=8),
     "two groups": Setting((GroupShape(16, 3, 6), GroupShape(9, 5, 4))),
     "state and window": Setting((GroupShape(4, 64, 1), GroupShape(20, 2, 9))),
-    "many rows": Setting((GroupShape(200, 4, 9), GroupShape(90, 16, 3)), rows=64, max_tokens=160, max_pages=120),
-    "many rows, few pages": Setting((GroupShape(40, 2, 12),), rows=64, max_tokens=160, max_pages=40),
+    "many rows": Setting((GroupShape(400, 4, 9), GroupShape(180, 16, 3)), rows=128, max_tokens=320, max_pages=240),
+    "many rows, few pages": Setting((GroupShape(80, 2, 12),), rows=128, max_tokens=320, max_pages=80),
 }
-"""A small fixed set, so that nothing recompiles: pools from one page up, pages of 1 to 256 positions, several groups."""
+"""A small fixed set, so that nothing recompiles: pools from one page up, pages of 1 to 256 positions, two groups."""
 
 
 def fresh(name: str) -> Any:
@@ -159,7 +158,7 @@ class Harness:
     def adopt(self, donor: Sequence[int], tokens: Sequence[int], spoiled: Sequence[tuple[int, int] | None]) -> None:
         """Row r adopts the first `tokens[r]` positions of row donor[r], and so is given that row's pages.
 
-        donor[r] = −1: it is given no page.  spoiled[r] = (group, id): the id, which nobody holds, in place of its first.
+        donor[r] = −1: it is given no page.  spoiled[r] = (group, id): that id, which nobody holds, comes first.
         """
         lists = [np.full((self.rows, s.width), s.num_pages, np.int32) for s in self.shapes]
         for r, source in enumerate(donor):
@@ -208,7 +207,7 @@ class Harness:
         return Pin(group, mine.pages[group][index], physical, content)
 
     def unpin(self, wanted: Sequence[Sequence[int]]) -> None:
-        """For each group up to PIN_IDS entries: an index into `pinned`, each at most once, or ~id of an unpinned page."""
+        """For each group up to PIN_IDS entries: an index into `pinned`, none twice, or ~id of a page without pins."""
         lists, statuses, gone = [], [], []
         for group, entries in zip(self.view.groups, wanted, strict=True):
             ids = [self.pinned[entry].physical if entry >= 0 else ~entry for entry in entries]

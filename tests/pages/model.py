@@ -7,8 +7,8 @@ table's business, and `harness` checks that the two agree.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
-from itertools import count
 
 from kvjax.pages import GroupShape, Status
 
@@ -16,7 +16,7 @@ from kvjax.pages import GroupShape, Status
 class Page:
     """A page that somebody holds or held; `serial` tells it from every other."""
 
-    serials = count()
+    serials = itertools.count()
 
     def __init__(self) -> None:
         self.serial = next(Page.serials)

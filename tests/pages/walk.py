@@ -52,10 +52,10 @@ class RandomWalk:
 
     def _truncate(self) -> tuple[list[int], list[bool]]:
         length = [int(self.random.integers(-1, row.length + 2)) for row in self.harness.model.rows]
-        return length, self._some(0.5 if self.harness.rows < 10 else 0.1).tolist()
+        return length, self._some(0.5 if self.harness.rows < 10 else 0.15).tolist()
 
     def _release(self) -> tuple[list[bool]]:
-        return (self._some(0.3 if self.harness.rows < 10 else 0.1).tolist(),)
+        return (self._some(0.3 if self.harness.rows < 10 else 0.15).tolist(),)
 
     def _fork(self) -> tuple[list[int]]:
         rows = self.harness.rows
