@@ -1,16 +1,24 @@
-"""What a page-table step costs, and that it does not depend on the pool.
+"""What ownership costs: the page table beside a pure-Python block pool doing the same work, for several pool sizes.
 
-    python -m experiments.page_table_cost [--rows 256] [--pages 16384,4194304] [--json FILE]
+    python -m experiments.page_table_cost [--rows 16,64,256,1024] [--pages 16384,262144,4194304] [--clock cpu]
 
-A step is one decode step's ownership work: `reserve` one token for every row, `commit` it, `advance` the epoch.  It is
-timed inside a `lax.scan` (no host in between) and dispatched one by one, with the table donated; medians over repeats,
-compilation apart.  Rows start at staggered lengths, so that each step crosses page boundaries for 1 row in `page_size`.
-Pool sizes take turns within each repeat, so that a change in the machine's load meets all of them.
+Three workloads, each leaving the table as large as it found it or growing as a decode does:
+
+    decode     every row gets one token                          reserve, commit, advance
+    speculate  every row gets four tokens and loses three        reserve, commit, truncate, advance
+    branch     half the rows fork from the others, and go again  fork, release, advance
+
+Each is timed as steps inside one `lax.scan` (no host in between) and as calls dispatched one by one, with the table
+donated; then call by call.  Medians over repeats, compilation apart.  Rows start at staggered lengths, so that each
+decode step crosses a page boundary for one row in `page_size`.  Pool sizes take turns within each repeat, so that a
+change in the machine's load meets all of them.  The process stays on one core: Python uses no other, and XLA loses more
+than it gains by spreading such small operations over threads (`--one_core=false` shows it).
 """
 
 from __future__ import annotations
 
 import json
+import os
 import platform
 import statistics
 import sys
@@ -18,142 +26,255 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import jaxlib
 from absl import app, flags
 
-from kvjax import pages
-from kvjax.pages import GroupShape, PageTable
-
-ROWS = flags.DEFINE_list("rows", ["256", "1024"], "Row counts to measure.")
-PAGES = flags.DEFINE_list("pages", [str(1 << 14), str(1 << 22)], "Pool sizes in pages, compared with one another.")
-PAGE_SIZE = flags.DEFINE_integer("page_size", 16, "Token positions a page.", lower_bound=1)
-MAX_CONTEXT = flags.DEFINE_integer(
-    "max_context",
-    131072,
-    "Positions a row may hold. XLA on CPU compiles a loop over small arrays into one function, about twice as fast; "
-    "a table for contexts as short as the measurement is that small in small pools only.",
-    lower_bound=1,
+ROWS = flags.DEFINE_list("rows", ["16", "64", "256", "1024"], "Row counts to measure.")
+PAGES = flags.DEFINE_list("pages", [str(1 << n) for n in (14, 18, 22)], "Pool sizes in pages.")
+PAGE_SIZE = flags.DEFINE_integer("page_size", 16, "Token positions a page.", lower_bound=4)
+CONTEXT = flags.DEFINE_integer("context", 96, "Tokens each row begins with, staggered by up to a page.", lower_bound=4)
+MAX_CONTEXT = flags.DEFINE_integer("max_context", 131072, "Positions a row may hold.", lower_bound=256)
+STEPS = flags.DEFINE_integer("steps", 64, "Steps in one timed scan.", lower_bound=1)
+REPEATS = flags.DEFINE_integer("repeats", 9, "Timed runs; the median is reported.", lower_bound=1)
+CLOCK = flags.DEFINE_enum(
+    "clock",
+    "wall",
+    ["wall", "cpu"],
+    "Time that passed, or the process's own: fair to both where others share the core.",
 )
-STEPS = flags.DEFINE_integer("steps", 200, "Steps in one timed scan.", lower_bound=1)
-REPEATS = flags.DEFINE_integer("repeats", 15, "Timed scans; the median is reported.", lower_bound=1)
+ONE_CORE = flags.DEFINE_boolean("one_core", True, "Keep the process on one core.")
 JSON = flags.DEFINE_string("json", None, "Also write the figures to this file.")
 
+DRAFTS = 4
+"""Tokens a row of `speculate` is given in a step; all but one are taken back."""
 
-def step(table: PageTable, tokens: jax.Array) -> tuple[PageTable, jax.Array]:
-    """One decode step's ownership work."""
-    table, info = pages.reserve(table, tokens, max_tokens=tokens.shape[0])
-    table, _ = pages.commit(table, info.tokens)
-    table, _ = pages.advance(table, table.epoch)
-    return table, info.status
+Record = dict[str, Any]
 
 
-def staggered_table(rows: int, num_pages: int, page_size: int, width: int) -> PageTable:
-    """A table whose row r holds r % page_size + 1 tokens."""
-    table = pages.make_page_table([GroupShape(num_pages, page_size, width)], rows=rows)
-    tokens = jnp.arange(rows, dtype=jnp.int32) % page_size + 1
-    table, info = jax.jit(pages.reserve, static_argnames="max_tokens")(table, tokens, max_tokens=rows * page_size)
-    pages.raise_for_status(info.status, operation="staggering the rows")
-    return pages.commit(table, tokens)[0]
+def clock() -> float:
+    """Seconds on the chosen clock."""
+    return time.perf_counter() if CLOCK.value == "wall" else time.process_time()
+
+
+def staggered(rows: int) -> list[int]:
+    """The lengths that rows begin with."""
+    return [CONTEXT.value + row % PAGE_SIZE.value for row in range(rows)]
+
+
+def children(rows: int) -> list[int]:
+    """The parent of each row of the second half; `rows` (none) for the first."""
+    return [rows] * (rows - rows // 2) + list(range(rows // 2))
+
+
+def timed(call: Callable[[], Any]) -> float:
+    """Microseconds of one call."""
+    start = clock()
+    call()
+    return (clock() - start) * 1e6
+
+
+def measure_python(rows: int, num_pages: int) -> dict[str, float]:
+    """Microseconds of each workload's step, and of each call, for the Python pool."""
+    from experiments.python_pool import BlockPool
+
+    ones, drafts = [1] * rows, [DRAFTS] * rows
+    parent, gone = children(rows), [p < rows for p in children(rows)]
+    times: dict[str, list[float]] = {}
+
+    def note(name: str, value: float) -> None:
+        times.setdefault(name, []).append(value)
+
+    for repeat in range(REPEATS.value + 1):  # the first round warms up
+        for workload in ("decode", "speculate", "branch"):
+            pool = BlockPool(num_pages, PAGE_SIZE.value, rows)
+            pool.commit(pool.reserve(staggered(rows))[0])
+            if workload == "branch":
+                pool.release(gone)
+
+            def decode(pool: BlockPool = pool) -> None:
+                pool.commit(pool.reserve(ones)[0])
+
+            def draft(pool: BlockPool = pool) -> None:
+                pool.commit(pool.reserve(drafts)[0])
+
+            steps: dict[str, list[tuple[str, Callable[[], None]]]] = {
+                "decode": [("reserve + commit", decode)],
+                "speculate": [
+                    ("reserve 4 + commit", draft),
+                    ("truncate", lambda pool=pool: pool.truncate([n - DRAFTS + 1 for n in pool.length])),
+                ],
+                "branch": [
+                    ("fork", lambda pool=pool: pool.fork(parent)),
+                    ("release", lambda pool=pool: pool.release(gone)),
+                ],
+            }
+            parts = [0.0] * len(steps[workload])
+            for _ in range(STEPS.value):
+                for index, (_, call) in enumerate(steps[workload]):
+                    parts[index] += timed(call)
+            if repeat:
+                note(workload, sum(parts) / STEPS.value)
+                for (name, _), part in zip(steps[workload], parts, strict=True):
+                    note(name, part / STEPS.value)
+    return {name: statistics.median(values) for name, values in times.items()}
 
 
 class Subject:
-    """One pool size, compiled and ready."""
+    """The page table at one pool size: workloads compiled and ready."""
 
-    def __init__(self, rows: int, num_pages: int, page_size: int, width: int, steps: int) -> None:
-        self.num_pages = num_pages
-        self.steps = steps
-        self.tokens = jnp.ones(rows, jnp.int32)
-        self.start = staggered_table(rows, num_pages, page_size, width)
-        self.scan = self._compile(lambda table, tokens: jax.lax.scan(lambda t, _: step(t, tokens), table, None, steps))
-        self.single = self._compile(step)
-        memory = self.scan.memory_analysis()
-        if memory is None:
-            raise RuntimeError("this backend tells nothing of a program's memory")
-        self.memory = memory
+    def __init__(self, rows: int, num_pages: int) -> None:
+        import jax
+        import jax.numpy as jnp
 
-    def _compile(self, function: Callable[..., Any]) -> jax.stages.Compiled:
-        return jax.jit(function, donate_argnums=0).lower(self.start, self.tokens).compile()
+        from kvjax import pages
 
-    def time_scan(self) -> float:
-        """Microseconds a step inside the scan."""
-        table = self._fresh()
-        start = time.perf_counter()
-        table, status = jax.block_until_ready(self.scan(table, self.tokens))
-        elapsed = time.perf_counter() - start
-        pages.raise_for_status(status[-1], operation="a measured step")
-        return elapsed / self.steps * 1e6
+        self.jax, self.pages, self.num_pages, self.rows = jax, pages, num_pages, rows
+        self.times: dict[str, list[float]] = {}
+        width = -(-MAX_CONTEXT.value // PAGE_SIZE.value)
+        bound = rows * (-(-(CONTEXT.value + PAGE_SIZE.value) // PAGE_SIZE.value) + 1)
+        parent = jnp.array(children(rows), jnp.int32)
 
-    def time_dispatched(self) -> float:
-        """Microseconds a step when the host waits for each."""
-        table = self._fresh()
-        start = time.perf_counter()
-        for _ in range(self.steps):
-            table, status = jax.block_until_ready(self.single(table, self.tokens))
-        elapsed = time.perf_counter() - start
-        pages.raise_for_status(status, operation="a measured step")
-        return elapsed / self.steps * 1e6
+        def advance(table: Any) -> Any:
+            return pages.advance(table, table.epoch)[0]
 
-    def _fresh(self) -> PageTable:
-        return jax.block_until_ready(jax.tree.map(jnp.copy, self.start))
+        def grow(tokens: int, table: Any) -> tuple[Any, Any]:
+            wanted = jnp.full(rows, tokens, jnp.int32)
+            table, info = pages.reserve(table, wanted, max_tokens=rows * tokens)
+            return pages.commit(table, info.tokens)[0], info.status
+
+        def truncate(table: Any) -> tuple[Any, Any]:
+            table, info = pages.truncate(table, table.length - (DRAFTS - 1), max_pages=2 * rows)
+            return advance(table), info.status
+
+        def decode(table: Any) -> tuple[Any, Any]:
+            table, status = grow(1, table)
+            return advance(table), status
+
+        def fork(table: Any) -> tuple[Any, Any]:
+            table, info = pages.fork(table, parent, max_pages=bound)
+            return table, info.status
+
+        def release(table: Any) -> tuple[Any, Any]:
+            table, info = pages.release(table, parent < rows, max_pages=bound)
+            return advance(table), info.status
+
+        self.parts: dict[str, list[tuple[str, Any]]] = {
+            "decode": [("reserve + commit", decode)],
+            "speculate": [("reserve 4 + commit", lambda table: grow(DRAFTS, table)), ("truncate", truncate)],
+            "branch": [("fork", fork), ("release", release)],
+        }
+        table = pages.make_page_table([pages.GroupShape(num_pages, PAGE_SIZE.value, width)], rows=rows)
+        lengths = jnp.array(staggered(rows), jnp.int32)
+        full, info = jax.jit(pages.reserve, static_argnames="max_tokens")(table, lengths, max_tokens=int(lengths.sum()))
+        pages.raise_for_status(info.status, operation="filling the rows")
+        full, _ = pages.commit(full, lengths)
+        self.start = {"decode": full, "speculate": full, "branch": jax.jit(release)(full)[0]}
+        self.single = {
+            name: self._compile(call, self.start[workload])
+            for workload, parts in self.parts.items()
+            for name, call in parts
+        }
+        self.scan = {workload: self._compile(self._steps(workload), self.start[workload]) for workload in self.parts}
+
+    def _compile(self, function: Callable[..., Any], table: Any) -> Any:
+        return self.jax.jit(function, donate_argnums=0).lower(table).compile()
+
+    def _steps(self, workload: str) -> Callable[[Any], tuple[Any, Any]]:
+        def step(table: Any, _: None) -> tuple[Any, Any]:
+            status = 0
+            for _, call in self.parts[workload]:
+                table, code = call(table)
+                status |= code
+            return table, status
+
+        return lambda table: self.jax.lax.scan(step, table, None, length=STEPS.value)
+
+    def _fresh(self, workload: str) -> Any:
+        return self.jax.block_until_ready(self.jax.tree.map(self.jax.numpy.copy, self.start[workload]))
+
+    def run(self, keep: bool) -> None:
+        """One repeat of everything."""
+        for workload, parts in self.parts.items():
+            table = self._fresh(workload)
+            start = clock()
+            table, status = self.jax.block_until_ready(self.scan[workload](table))
+            self._note(f"{workload}, scan", (clock() - start) * 1e6, keep)
+            self.pages.raise_for_status(status[-1], operation=f"a step of {workload}")
+            table, whole = self._fresh(workload), 0.0
+            spent = [0.0] * len(parts)
+            for _ in range(STEPS.value):
+                for index, (name, _) in enumerate(parts):
+                    start = clock()
+                    table, status = self.jax.block_until_ready(self.single[name](table))
+                    spent[index] += (clock() - start) * 1e6
+            whole = sum(spent)
+            self._note(f"{workload}, dispatched", whole, keep)
+            for (name, _), part in zip(parts, spent, strict=True):
+                self._note(f"{name}, dispatched", part, keep)
+
+    def _note(self, name: str, microseconds: float, keep: bool) -> None:
+        if keep:
+            self.times.setdefault(name, []).append(microseconds / STEPS.value)
 
     def audit(self) -> None:
         """What was timed must have left a sound table."""
-        broken = pages.check_invariants(self.scan(self._fresh(), self.tokens)[0])
-        if broken:
-            raise RuntimeError(f"the table is unsound after the measured steps: {broken}")
+        for workload in self.parts:
+            broken = self.pages.check_invariants(self.scan[workload](self._fresh(workload))[0])
+            if broken:
+                raise RuntimeError(f"the table is unsound after the steps of {workload}: {broken}")
+
+    def record(self) -> Record:
+        """Medians and quartiles in microseconds, and the temporaries of each scan in bytes."""
+        self.audit()
+        return {
+            "rows": self.rows,
+            "num_pages": self.num_pages,
+            "microseconds": {name: statistics.median(values) for name, values in self.times.items()},
+            "quartiles": {
+                name: statistics.quantiles(values, n=4) for name, values in self.times.items() if len(values) > 1
+            },
+            "temporary_bytes": {name: call.memory_analysis().temp_size_in_bytes for name, call in self.scan.items()},
+        }
 
 
-def measure(
-    rows: int, pools: Sequence[int], page_size: int, width: int, steps: int, repeats: int
-) -> list[dict[str, Any]]:
-    """One record a pool size."""
-    subjects = [Subject(rows, num_pages, page_size, width, steps) for num_pages in pools]
-    scans: list[list[float]] = [[] for _ in subjects]
-    singles: list[list[float]] = [[] for _ in subjects]
-    for repeat in range(repeats + 1):  # the first round warms up
-        for index, subject in enumerate(subjects):
-            scan, single = subject.time_scan(), subject.time_dispatched()
-            if repeat:
-                scans[index].append(scan)
-                singles[index].append(single)
-    records = []
-    for subject, scan_times, single_times in zip(subjects, scans, singles, strict=True):
-        subject.audit()
-        records.append(
-            {
-                "rows": rows,
-                "num_pages": subject.num_pages,
-                "scan_us": statistics.median(scan_times),
-                "scan_us_quartiles": statistics.quantiles(scan_times, n=4) if repeats > 1 else None,
-                "dispatched_us": statistics.median(single_times),
-                "temporary_bytes": subject.memory.temp_size_in_bytes,
-                "alias_bytes": subject.memory.alias_size_in_bytes,
-            }
+def measure(rows: int, pools: Sequence[int]) -> list[Record]:
+    """One record a pool size, the Python pool's figures in each."""
+    subjects = [Subject(rows, num_pages) for num_pages in pools]
+    for repeat in range(REPEATS.value + 1):  # the first round warms up
+        for subject in subjects:
+            subject.run(keep=repeat > 0)
+    return [subject.record() | {"python": measure_python(rows, subject.num_pages)} for subject in subjects]
+
+
+def print_record(record: Record) -> None:
+    """One line a workload, one a call."""
+    times, python = record["microseconds"], record["python"]
+    for name, theirs in python.items():
+        scan, single = times.get(f"{name}, scan"), times[f"{name}, dispatched"]
+        in_scan = f"{scan:>10.1f} {theirs / scan:>7.2f}" if scan else f"{'':>18}"
+        print(
+            f"{record['rows']:>6} {record['num_pages']:>9} {name:20s} {theirs:>10.1f} {in_scan} "
+            f"{single:>12.1f} {theirs / single:>7.2f}",
+            flush=True,
         )
-    return records
 
 
 def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments {argv[1:]}")
+    if ONE_CORE.value:
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # before XLA counts its threads
+    import jax
+    import jaxlib
+
     device = jax.devices()[0]
     print(f"{device.device_kind}, {platform.machine()}, jax {jax.__version__}, jaxlib {jaxlib.__version__}")
-    print(
-        f"{'rows':>6} {'pages':>9} {'µs in scan':>11} {'µs dispatched':>14} {'temporaries':>12} {'× smallest pool':>16}"
-    )
+    print(f"µs a step, {CLOCK.value} clock, {'one core' if ONE_CORE.value else 'all cores'}; × = Python ÷ kvjax")
+    print(f"{'rows':>6} {'pages':>9} {'':20s} {'Python':>10} {'in scan':>10} {'×':>7} {'dispatched':>12} {'×':>7}")
     records = []
     for rows in map(int, ROWS.value):
-        width = -(-MAX_CONTEXT.value // PAGE_SIZE.value)
-        group = measure(rows, [int(pool) for pool in PAGES.value], PAGE_SIZE.value, width, STEPS.value, REPEATS.value)
+        group = measure(rows, [int(pool) for pool in PAGES.value])
         for record in group:
-            record["scan_ratio"] = record["scan_us"] / group[0]["scan_us"]
-            record["dispatched_ratio"] = record["dispatched_us"] / group[0]["dispatched_us"]
-            print(
-                f"{rows:>6} {record['num_pages']:>9} {record['scan_us']:>11.1f} {record['dispatched_us']:>14.1f} "
-                f"{record['temporary_bytes']:>12,} {record['scan_ratio']:>7.2f} {record['dispatched_ratio']:>8.2f}"
-            )
+            print_record(record)
         records += group
     if JSON.value:
         figures = {
@@ -163,10 +284,9 @@ def main(argv: Sequence[str]) -> None:
             "jax": jax.__version__,
             "jaxlib": jaxlib.__version__,
             "command": sys.argv,
-            "page_size": PAGE_SIZE.value,
-            "max_context": MAX_CONTEXT.value,
-            "steps": STEPS.value,
-            "repeats": REPEATS.value,
+            "flags": {
+                flag.name: flag.value for flag in (PAGE_SIZE, CONTEXT, MAX_CONTEXT, STEPS, REPEATS, CLOCK, ONE_CORE)
+            },
             "records": records,
         }
         with open(JSON.value, "w") as file:

@@ -80,7 +80,8 @@ class PageTableMachine(RuleBasedStateMachine):
     @rule(donor=each_row(st.integers(-1, ROWS - 1)), given=each_row(st.integers(0, 9)), spoiled=CHOICES)
     def adopt(self, donor: list[int], given: list[int], spoiled: list[bool]) -> None:
         tokens = [min(n, self.rows[d].length) if d >= 0 else 0 for d, n in zip(donor, given, strict=True)]
-        self.harness.adopt(donor, tokens, [(0, -1) if bad and n else None for bad, n in zip(spoiled, tokens)])
+        bad = [(0, -1) if one and n else None for one, n in zip(spoiled, tokens, strict=True)]
+        self.harness.adopt(donor, tokens, bad)
 
     @rule(picks=each_group(st.tuples(st.integers(0, ROWS - 1), st.integers(0, 9)), PIN_IDS))
     def pin(self, picks: list[list[tuple[int, int]]]) -> None:
