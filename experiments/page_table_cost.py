@@ -28,6 +28,8 @@ from typing import Any
 
 from absl import app, flags
 
+from experiments.python_pool import BlockPool
+
 ROWS = flags.DEFINE_list("rows", ["16", "64", "256", "1024"], "Row counts to measure.")
 PAGES = flags.DEFINE_list("pages", [str(1 << n) for n in (14, 18, 22)], "Pool sizes in pages.")
 PAGE_SIZE = flags.DEFINE_integer("page_size", 16, "Token positions a page.", lower_bound=4)
@@ -74,8 +76,6 @@ def timed(call: Callable[[], Any]) -> float:
 
 def measure_python(rows: int, num_pages: int) -> dict[str, float]:
     """Microseconds of each workload's step, and of each call, for the Python pool."""
-    from experiments.python_pool import BlockPool
-
     ones, drafts = [1] * rows, [DRAFTS] * rows
     parent, gone = children(rows), [p < rows for p in children(rows)]
     times: dict[str, list[float]] = {}
@@ -130,7 +130,8 @@ class Subject:
         self.jax, self.pages, self.num_pages, self.rows = jax, pages, num_pages, rows
         self.times: dict[str, list[float]] = {}
         width = -(-MAX_CONTEXT.value // PAGE_SIZE.value)
-        bound = rows * (-(-(CONTEXT.value + PAGE_SIZE.value) // PAGE_SIZE.value) + 1)
+        # The bucket, a power of two, that holds what half the rows share or give up.
+        bound = 1 << (rows // 2 * -(-max(staggered(rows)) // PAGE_SIZE.value) - 1).bit_length()
         parent = jnp.array(children(rows), jnp.int32)
 
         def advance(table: Any) -> Any:

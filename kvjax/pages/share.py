@@ -34,7 +34,7 @@ def fork(table: PageTable, parent: Int32[Array, " rows"], *, max_pages: int) -> 
     status = jnp.where(reserved > length, Status.RESERVED, status)
     status = jnp.where(_holds_nothing(table), status, Status.ROW_BUSY)
     status = jnp.where(child, status, Status.OK)
-    return _take_over(table, source, length, child & (status == Status.OK), status, max_pages)
+    return _take_over(table, source, length, child & (status == Status.OK), status, max_pages, giving_up=False)
 
 
 def reorder(table: PageTable, parent: Int32[Array, " rows"], *, max_pages: int) -> tuple[PageTable, Info]:
@@ -54,7 +54,7 @@ def reorder(table: PageTable, parent: Int32[Array, " rows"], *, max_pages: int) 
     moves |= ~exists
     length = jnp.where(exists, length, 0)
     status = jnp.where(moves & exists & (reserved > length), Status.RESERVED, Status.OK)
-    return _take_over(table, source, length, moves & (status == Status.OK), status, max_pages)
+    return _take_over(table, source, length, moves & (status == Status.OK), status, max_pages, giving_up=True)
 
 
 def adopt(
@@ -144,8 +144,13 @@ def _take_over(
     acts: Bool[Array, " rows"],
     status: Int32[Array, " rows"],
     max_pages: int,
+    *,
+    giving_up: bool,
 ) -> tuple[PageTable, Info]:
-    """Acting rows give up what they hold and map the first `length` positions' pages of their source."""
+    """Acting rows map the first `length` positions' pages of their source, and first give up what they hold.
+
+    Without `giving_up` they hold nothing, and the half of the work that would find it out is left out.
+    """
     gains = [jnp.where(acts, pages_for(length, group.page_size), 0) for group in table.groups]
     losses = [jnp.where(acts, group.end, 0) for group in table.groups]
     fits = jnp.all(jnp.stack([within_bound(count, max_pages) for count in (*gains, *losses)]), axis=0)
@@ -159,10 +164,13 @@ def _take_over(
         from_row = source.at[row].get(mode="fill", fill_value=table.rows)
         gained = read_entries(group, from_row, index)
         bad = any_fault((row < table.rows) & (gained >= group.num_pages), Fault.MAPPED_PAGE_UNHELD)
-        lost_row, lost_index = pack_rows(loss, max_pages)
-        lost = read_entries(group, lost_row, lost_index)
+        lost = jnp.zeros(0, jnp.int32)
+        if giving_up:
+            lost_row, lost_index = pack_rows(loss, max_pages)
+            lost = read_entries(group, lost_row, lost_index)
         (gained, lost), pages = lax.optimization_barrier(((gained, lost), group.pages))
-        pages = pages.at[lost_row, lost_index % group.width].set(group.num_pages, mode="drop")
+        if giving_up:
+            pages = pages.at[lost_row, lost_index % group.width].set(group.num_pages, mode="drop")
         group = _enter(replace(group, pages=pages), row, index, gained)
         group, fault = change_holders(group, gained, lost)
         groups.append(replace(group, end=jnp.where(acts, gain, group.end)))

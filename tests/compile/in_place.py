@@ -6,7 +6,7 @@ Each call must alias the whole cache it is given, and its temporaries must depen
 of the page table: 16 thousand pages and 16 thousand positions a row, against 4 million pages and a million positions.
 The TPU compiler keeps small arrays in VMEM and gives scatters and gathers to the SparseCore by their size, each with
 other scratch: there the sizes are compared with that placement off, and with it on the large cache is held to a bound.
-The last case is a step that needs its input after changing it, which the gate must refuse.
+Each call has 64 rows; a step with all transitions is compiled with 1,024 rows too.  The last case is a step that needs its input after changing it, which the gate must refuse.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ import kvjax
 from kvjax.grant import make_grant
 
 SMALL, LARGE = 1 << 14, 1 << 22
-ROWS, LAYERS, KV_HEADS, Q_HEADS, DIM, PAGE_SIZE = 64, 1, 1, 2, 64, 16
+ROWS, MANY_ROWS = 64, 1024
+LAYERS, KV_HEADS, Q_HEADS, DIM, PAGE_SIZE = 1, 1, 2, 64, 16
 NARROW, WIDE = 1 << 14, 1 << 20
 """Positions a row may hold, in the small and the large cache: page tables of 1,024 and 65,536 columns."""
 PREFILL, MAX_PAGES, STEPS = 256, 512, 8
@@ -57,6 +58,7 @@ class Case:
     function: Callable
     arguments: tuple[Any, ...] = ()
     reads_only: bool = False
+    rows: int = ROWS
 
 
 def cases() -> Iterator[Case]:
@@ -92,6 +94,9 @@ def cases() -> Iterator[Case]:
     yield Case("scan of lifecycles", partial(_scan, _lifecycle), (mask, per_row))
     beam = (per_row, tensors(ROWS), queries(ROWS))
     yield Case("scan of steps and beams", partial(_scan, _beam_step), beam)
+    many = jax.ShapeDtypeStruct((MANY_ROWS,), "int32")
+    beam = (many, tensors(MANY_ROWS), queries(MANY_ROWS))
+    yield Case("the same, 1,024 rows", partial(_scan, _beam_step), beam, rows=MANY_ROWS)
 
 
 def _write(cache: kvjax.KVCache, layer: Any, grant: kvjax.Grant, tensors: dict[str, Any]) -> kvjax.KVCache:
@@ -120,7 +125,7 @@ def _two_steps(packed: int, cache: kvjax.KVCache, tokens: Any, tensors: Any, q: 
 
 def _beam_step(cache: kvjax.KVCache, parent: Any, tensors: Any, q: Any) -> tuple[kvjax.KVCache, Any]:
     """A decode step, then every transition that rewrites the table it has just read."""
-    cache, out = _step(ROWS, cache, parent, tensors, q)
+    cache, out = _step(cache.rows, cache, parent, tensors, q)
     cache, _ = _lifecycle(cache, parent > 0, parent)
     return cache, out
 
@@ -137,10 +142,10 @@ def _scan(step: Callable, cache: kvjax.KVCache, *arguments: Any) -> tuple[kvjax.
     return lax.scan(lambda cache, _: step(cache, *arguments), cache, None, length=STEPS)
 
 
-def cache_shapes(num_pages: int, max_context: int, backend: Any) -> kvjax.KVCache:
+def cache_shapes(rows: int, num_pages: int, max_context: int, backend: Any) -> kvjax.KVCache:
     """The cache as shapes: nothing is allocated."""
     spec = kvjax.CacheSpec.uniform(layers=LAYERS, kv_heads=KV_HEADS, head_dim=DIM)
-    build = partial(kvjax.init, spec, rows=ROWS, num_pages=num_pages, page_size=PAGE_SIZE, max_context=max_context)
+    build = partial(kvjax.init, spec, rows=rows, num_pages=num_pages, page_size=PAGE_SIZE, max_context=max_context)
     return jax.eval_shape(partial(build, backend=backend))
 
 
@@ -165,7 +170,7 @@ class Target:
 
 def measure(case: Case, compile_for: Compile, backend: Any, *, large: bool) -> tuple[bool, int, int]:
     """(the whole cache is aliased, bytes aliased, bytes of temporaries) of one call for one size of cache."""
-    cache = cache_shapes(LARGE, WIDE, backend) if large else cache_shapes(SMALL, NARROW, backend)
+    cache = cache_shapes(case.rows, *((LARGE, WIDE) if large else (SMALL, NARROW)), backend)
     donate = () if case.reads_only else (0,)
     memory = compile_for(case.function, cache, *case.arguments, donate=donate).memory_analysis()
     whole = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))

@@ -37,7 +37,7 @@ class Setting:
     shapes: tuple[GroupShape, ...]
     rows: int = 5
     max_tokens: int = 12
-    max_pages: int = 10
+    max_pages: int = 8
 
 
 SETTINGS = {
