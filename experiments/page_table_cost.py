@@ -96,15 +96,24 @@ def measure_python(rows: int, num_pages: int) -> dict[str, float]:
             def draft(pool: BlockPool = pool) -> None:
                 pool.commit(pool.reserve(drafts)[0])
 
+            def truncate(pool: BlockPool = pool) -> None:
+                pool.truncate([n - DRAFTS + 1 for n in pool.length])
+
+            def fork(pool: BlockPool = pool) -> None:
+                pool.fork(parent)
+
+            def release(pool: BlockPool = pool) -> None:
+                pool.release(gone)
+
             steps: dict[str, list[tuple[str, Callable[[], None]]]] = {
                 "decode": [("reserve + commit", decode)],
                 "speculate": [
                     ("reserve 4 + commit", draft),
-                    ("truncate", lambda pool=pool: pool.truncate([n - DRAFTS + 1 for n in pool.length])),
+                    ("truncate", truncate),
                 ],
                 "branch": [
-                    ("fork", lambda pool=pool: pool.fork(parent)),
-                    ("release", lambda pool=pool: pool.release(gone)),
+                    ("fork", fork),
+                    ("release", release),
                 ],
             }
             parts = [0.0] * len(steps[workload])
@@ -181,8 +190,8 @@ class Subject:
 
     def _steps(self, workload: str) -> Callable[[Any], tuple[Any, Any]]:
         def step(table: Any, _: None) -> tuple[Any, Any]:
-            status = 0
-            for _, call in self.parts[workload]:
+            status: Any = 0
+            for __, call in self.parts[workload]:
                 table, code = call(table)
                 status |= code
             return table, status
@@ -200,15 +209,14 @@ class Subject:
             table, status = self.jax.block_until_ready(self.scan[workload](table))
             self._note(f"{workload}, scan", (clock() - start) * 1e6, keep)
             self.pages.raise_for_status(status[-1], operation=f"a step of {workload}")
-            table, whole = self._fresh(workload), 0.0
+            table = self._fresh(workload)
             spent = [0.0] * len(parts)
             for _ in range(STEPS.value):
                 for index, (name, _) in enumerate(parts):
                     start = clock()
                     table, status = self.jax.block_until_ready(self.single[name](table))
                     spent[index] += (clock() - start) * 1e6
-            whole = sum(spent)
-            self._note(f"{workload}, dispatched", whole, keep)
+            self._note(f"{workload}, dispatched", sum(spent), keep)
             for (name, _), part in zip(parts, spent, strict=True):
                 self._note(f"{name}, dispatched", part, keep)
 

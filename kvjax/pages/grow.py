@@ -11,6 +11,7 @@ from jaxtyping import Array, Int32
 from kvjax.inputs import row_integers, static_size
 from kvjax.packing import pack_rows
 from kvjax.pages.holders import take_pages
+from kvjax.pages.mapping import write_entries
 from kvjax.pages.plan import GroupPlan, plan_reserve
 from kvjax.pages.status import Status
 from kvjax.pages.table import GroupPages, PageTable
@@ -128,9 +129,9 @@ def _map_pages(
     target = jnp.where(plan.copy, ids.at[first_taken].get(mode="clip"), group.num_pages)
     source = jnp.where(plan.copy, plan.tail, group.num_pages)
 
+    group = write_entries(group, row, logical, ids)
     group = replace(
         group,
-        pages=group.pages.at[row, logical % group.width].set(ids, mode="drop"),
         # Only pages with two holders or more are replaced, and one of them stays: none reaches zero here.
         refcount=group.refcount.at[source].add(-1, mode="drop"),
         end=group.end + plan.fresh,

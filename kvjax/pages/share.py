@@ -13,9 +13,9 @@ from kvjax.inputs import integers, row_integers
 from kvjax.packing import pack_rows
 from kvjax.pages.grow import Info
 from kvjax.pages.holders import any_fault, change_holders
-from kvjax.pages.mapping import read_entries, within_bound
+from kvjax.pages.mapping import read_entries, within_bound, write_entries
 from kvjax.pages.status import Fault, Status
-from kvjax.pages.table import GroupPages, PageTable, pages_for
+from kvjax.pages.table import PageTable, pages_for
 
 
 def fork(table: PageTable, parent: Int32[Array, " rows"], *, max_pages: int) -> tuple[PageTable, Info]:
@@ -111,7 +111,7 @@ def adopt(
     for group, (row, index, page) in zip(table.groups, lists, strict=True):
         row = jnp.where(acts.at[row].get(mode="fill", fill_value=False), row, table.rows)
         page = jnp.where(row < table.rows, page, group.num_pages)
-        group, fault = change_holders(_enter(group, row, index, page), page, nothing)
+        group, fault = change_holders(write_entries(group, row, index, page), page, nothing)
         groups.append(replace(group, end=jnp.where(acts, pages_for(tokens, group.page_size), group.end)))
         faults |= fault
     return replace(
@@ -169,9 +169,10 @@ def _take_over(
             lost_row, lost_index = pack_rows(loss, max_pages)
             lost = read_entries(group, lost_row, lost_index)
         (gained, lost), pages = lax.optimization_barrier(((gained, lost), group.pages))
+        group = replace(group, pages=pages)
         if giving_up:
-            pages = pages.at[lost_row, lost_index % group.width].set(group.num_pages, mode="drop")
-        group = _enter(replace(group, pages=pages), row, index, gained)
+            group = write_entries(group, lost_row, lost_index, jnp.full_like(lost, group.num_pages))
+        group = write_entries(group, row, index, gained)
         group, fault = change_holders(group, gained, lost)
         groups.append(replace(group, end=jnp.where(acts, gain, group.end)))
         faults |= fault | bad
@@ -182,9 +183,3 @@ def _take_over(
         groups=tuple(groups),
         faults=faults,
     ), Info(status)
-
-
-def _enter(
-    group: GroupPages, row: Int32[Array, " bound"], logical: Int32[Array, " bound"], page: Int32[Array, " bound"]
-) -> GroupPages:
-    return replace(group, pages=group.pages.at[row, logical % group.width].set(page, mode="drop"))

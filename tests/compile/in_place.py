@@ -6,7 +6,8 @@ Each call must alias the whole cache it is given, and its temporaries must depen
 of the page table: 16 thousand pages and 16 thousand positions a row, against 4 million pages and a million positions.
 The TPU compiler keeps small arrays in VMEM and gives scatters and gathers to the SparseCore by their size, each with
 other scratch: there the sizes are compared with that placement off, and with it on the large cache is held to a bound.
-Each call has 64 rows; a step with all transitions is compiled with 1,024 rows too.  The last case is a step that needs its input after changing it, which the gate must refuse.
+Each call has 64 rows; a step with all transitions is compiled with 1,024 rows too.  The last case is a step that needs
+its input after changing it, which the gate must refuse.
 """
 
 from __future__ import annotations

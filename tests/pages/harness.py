@@ -37,16 +37,16 @@ class Setting:
     shapes: tuple[GroupShape, ...]
     rows: int = 5
     max_tokens: int = 12
-    max_pages: int = 8
+    max_pages: int = 6
 
 
 SETTINGS = {
     "one page": Setting((GroupShape(1, 4, 2),)),
-    "small pages": Setting((GroupShape(13, 1, 9),)),
+    "small pages": Setting((GroupShape(13, 1, 9),), max_pages=10),
     "uniform": Setting((GroupShape(14, 4, 5),)),
-    "large pages": Setting((GroupShape(8, 256, 3),), max_tokens=700, max_pages=8),
+    "large pages": Setting((GroupShape(8, 256, 3),), max_tokens=700, max_pages=4),
     "two groups": Setting((GroupShape(16, 3, 6), GroupShape(9, 5, 4))),
-    "state and window": Setting((GroupShape(4, 64, 1), GroupShape(20, 2, 9))),
+    "state and window": Setting((GroupShape(4, 64, 1), GroupShape(20, 2, 9)), max_pages=10),
     "many rows": Setting((GroupShape(400, 4, 9), GroupShape(180, 16, 3)), rows=128, max_tokens=320, max_pages=240),
     "many rows, few pages": Setting((GroupShape(80, 2, 12),), rows=128, max_tokens=320, max_pages=80),
 }
