@@ -6,6 +6,7 @@ Runs in an environment of its own; nothing of kvjax is imported here:
     oracle-env/bin/python tests/oracle/make_fixtures.py tiny
     oracle-env/bin/python tests/oracle/make_fixtures.py rope
     oracle-env/bin/python tests/oracle/make_fixtures.py smollm2 PATH/TO/SmolLM2-135M-Instruct.Q4_1.gguf
+    oracle-env/bin/python tests/oracle/make_fixtures.py beams PATH/TO/SmolLM2-135M-Instruct.Q4_1.gguf
 
 Float32 on the CPU, one sequence at a time, eager attention.  Greedy decoding does not stop at the end token: 64 (or 48)
 tokens each.  A margin is the highest logit less the second highest at that step.
@@ -17,12 +18,14 @@ import argparse
 import json
 import platform
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
+from beam_cases import SMOLLM2_OPTIONS, SMOLLM2_PROMPTS, beam_search, tiny_cases
 from configs import ROPE, TINY
 from prompts import PASSAGE, PROMPTS
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, set_seed
@@ -37,6 +40,7 @@ def main() -> None:
     commands.add_parser("tiny", help="tiny random models, their greedy tokens and logits")
     commands.add_parser("rope", help="rotary frequencies of real models' configs")
     commands.add_parser("smollm2", help="greedy tokens and logits of SmolLM2").add_argument("gguf", type=Path)
+    commands.add_parser("beams", help="beam searches of SmolLM2 and the tiny models").add_argument("gguf", type=Path)
     arguments = parser.parse_args()
     torch.set_grad_enabled(False)
     if arguments.command == "tiny":
@@ -44,18 +48,39 @@ def main() -> None:
             make_tiny(name, config)
     elif arguments.command == "rope":
         make_rope()
-    else:
+    elif arguments.command == "smollm2":
         make_smollm2(arguments.gguf)
+    else:
+        make_beams(arguments.gguf)
 
 
-def make_smollm2(path: Path, steps: int = 64, passage_tokens: int = 512) -> None:
-    """smollm2_greedy.json: greedy tokens of every prompt.  smollm2_logits.npz: logits along a passage, of some ids."""
+def load_smollm2(path: Path) -> tuple[Any, Callable[[str], list[int]]]:
+    """The model, and its encoder of text."""
     tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     model = AutoModelForCausalLM.from_pretrained(
         path.parent, gguf_file=path.name, dtype=torch.float32, attn_implementation="eager"
     ).eval()
-    encode = lambda text: tokenizer(text, add_special_tokens=False).input_ids  # noqa: E731
+    return model, lambda text: tokenizer(text, add_special_tokens=False).input_ids
 
+
+def make_beams(path: Path) -> None:
+    """beams.json: sequences and scores of beam searches, one prompt at a time."""
+    cases = []
+    for name in TINY:
+        model = AutoModelForCausalLM.from_pretrained(FIXTURES / name, attn_implementation="eager").eval()
+        runs = json.loads((FIXTURES / name / "oracle.json").read_text())["prompts"]
+        cases += [{"model": name, **beam_search(model, ids, options)} for ids, options in tiny_cases(name, runs)]
+        print(name, len(cases), flush=True)
+    model, encode = load_smollm2(path)
+    for options in SMOLLM2_OPTIONS:
+        cases += [{"model": "smollm2", **beam_search(model, encode(text), options)} for text in SMOLLM2_PROMPTS]
+        print("smollm2", options, flush=True)
+    write_json(FIXTURES / "beams.json", cases, "cases")
+
+
+def make_smollm2(path: Path, steps: int = 64, passage_tokens: int = 512) -> None:
+    """smollm2_greedy.json: greedy tokens of every prompt.  smollm2_logits.npz: logits along a passage, of some ids."""
+    model, encode = load_smollm2(path)
     ids = encode(PASSAGE)[:passage_tokens]
     assert len(ids) == passage_tokens, len(ids)
     logits = model(torch.tensor([ids])).logits[0].numpy()
@@ -74,7 +99,7 @@ def make_smollm2(path: Path, steps: int = 64, passage_tokens: int = 512) -> None
     prompts = []
     for text in PROMPTS:
         prompts.append({"text": text, **greedy(model, encode(text), steps)[0]})
-        print(f"{len(prompts)}/{len(PROMPTS)} {tokenizer.decode(prompts[-1]['tokens'])!r}", flush=True)
+        print(f"{len(prompts)}/{len(PROMPTS)} {text!r}", flush=True)
     write_json(FIXTURES / "smollm2_greedy.json", prompts)
 
 
