@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from kvjax.commands import beams
 from kvjax.commands.options import (
     add_cache_flags,
     add_model_flag,
@@ -36,6 +37,7 @@ EXAMPLES = """\
 examples:
   kvjax generate --prompt "The capital of France is" --max-new-tokens 16
   kvjax generate --prompt "Write a haiku about pages." --chat --temperature 0.8 --top-p 0.95 --seed 7
+  kvjax generate --prompt "A haiku about rain:" --num-beams 4 --num-return-sequences 2
   kvjax generate --prompts prompts.jsonl --json > answers.jsonl
   kvjax generate --model ./my-llama --prompts ids.jsonl --json --num-pages 64 --page-size 16
 
@@ -86,6 +88,7 @@ def add_parser(commands: Any) -> None:
     sampling.add_argument(
         "--stop", type=some_text, action="append", default=[], metavar="TEXT", help="end before it; may be repeated"
     )
+    beams.add_flags(parser)
     add_cache_flags(parser, num_pages_default="default: as many as never to preempt anybody")
 
 
@@ -93,6 +96,8 @@ def run(options: argparse.Namespace) -> int:
     prompts = [check_text("--prompt", options.prompt)] if options.prompts is None else read_prompts(options.prompts)
     loaded = load_model(options.model)
     prompts = [_tokenise(prompt, loaded, chat=options.chat) for prompt in prompts]
+    if options.num_beams > 1:
+        return beams.run(options, loaded, prompts)
     usable = [prompt for prompt in prompts if prompt.problem is None]
     if loaded.tokenizer is None and options.stop:
         return _fail(options, "--stop needs a tokenizer, and this model has none")

@@ -1,6 +1,7 @@
 """Continuous batching over any model that follows `kvjax.models.protocol`."""
 
 from kvjax.engine.backing import Backing, ContiguousBacking, PagedBacking
+from kvjax.engine.beams import BeamOptions, BeamReport, BeamResult, BeamSearch, Hypothesis
 from kvjax.engine.engine import Engine
 from kvjax.engine.metrics import Distribution, Metrics, finite
 from kvjax.engine.pagemap import PageMap
@@ -9,6 +10,10 @@ from kvjax.engine.speculation import Drafter, DraftModel, NoDrafts, PromptLookup
 
 __all__ = [
     "Backing",
+    "BeamOptions",
+    "BeamReport",
+    "BeamResult",
+    "BeamSearch",
     "ContiguousBacking",
     "Distribution",
     "DraftModel",
@@ -16,6 +21,7 @@ __all__ = [
     "Engine",
     "Event",
     "FinishReason",
+    "Hypothesis",
     "Metrics",
     "NoDrafts",
     "PageMap",

@@ -220,6 +220,4 @@ def _pages(cache: KVCache) -> tuple[Int32[Array, ""], Int32[Array, ""]]:
 
 def _where[Tree](prompts: Bool[Array, " prompts"], new: Tree, old: Tree) -> Tree:
     """Arrays with a leading axis of prompts: the new ones for some prompts, the old ones for the others."""
-    return jax.tree.map(
-        lambda one, other: jnp.where(prompts.reshape(-1, *(1,) * (one.ndim - 1)), one, other), new, old
-    )
+    return jax.tree.map(lambda one, other: jnp.where(prompts.reshape(-1, *(1,) * (one.ndim - 1)), one, other), new, old)

@@ -49,7 +49,8 @@ class Beams:
       score: the sum of their tokens' log-probabilities, best first; −inf where there is no hypothesis.
       finished_tokens, finished_length: of the finished ones, the finishing token included.
       finished_score: the sum divided by length ** length_penalty, best first; −inf where there is none yet.
-      margin: the narrowest decision so far that could have changed the outcome, in units of the scores compared.
+      margin: the narrowest decision so far that could have changed the outcome, in units of the scores compared; NaN if
+        the logits had a NaN or +inf among them, or nothing above −inf, which ends the prompt and means nothing.
     """
 
     live: Bool[Array, " prompts"]
@@ -116,17 +117,20 @@ def extend(
     full = worst > -jnp.inf
     stop_gap = jnp.where(full & ~rules.stop_when_full, jnp.abs(hope - worst), jnp.inf)
     gaps = (_gap(running, number), _gap(finished, number), _ending_gap(value, ends, number), stop_gap)
+    # Beams that are no hypotheses yet have no logits of their own.
+    sound = jnp.all(jnp.isfinite(jnp.max(logits, axis=-1)) | (beams.score == -jnp.inf), axis=1)
+    margin = jnp.where(sound, jnp.minimum(beams.margin, jnp.min(jnp.stack(gaps), axis=0)), jnp.nan)
     chosen, kept = chosen[:, :number], kept[:, :number]
     lengths = jnp.broadcast_to(length[:, None], (prompts, keep))
     return Beams(
-        live=beams.live & (hope > worst) & ~(full & rules.stop_when_full) & ~last,
+        live=beams.live & sound & (hope > worst) & ~(full & rules.stop_when_full) & ~last,
         length=length,
         tokens=tokens[prompt, chosen],
         score=running[:, :number],
         finished_tokens=jnp.concatenate([beams.finished_tokens, tokens], axis=1)[prompt, kept],
         finished_length=jnp.concatenate([beams.finished_length, lengths], axis=1)[prompt, kept],
         finished_score=finished[:, :number],
-        margin=jnp.minimum(beams.margin, jnp.min(jnp.stack(gaps), axis=0)),
+        margin=margin,
     ), source[prompt, chosen]
 
 

@@ -6,9 +6,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import kvjax
@@ -73,10 +75,10 @@ class BeamOptions:
         if self.early_stopping == "never" and self.length_penalty > 0:
             hoped = np.full_like(lengths, self.max_new_tokens)
         return Rules(
-            divisor=(lengths**self.length_penalty).astype(np.float32),
-            hoped_divisor=(hoped**self.length_penalty).astype(np.float32),
-            stop_when_full=np.bool_(self.early_stopping is True),
-            eos=np.asarray(self.eos, np.int32),
+            divisor=jnp.asarray(lengths**self.length_penalty, jnp.float32),
+            hoped_divisor=jnp.asarray(hoped**self.length_penalty, jnp.float32),
+            stop_when_full=jnp.asarray(self.early_stopping is True),
+            eos=jnp.asarray(self.eos, jnp.int32),
         )
 
 
@@ -98,14 +100,16 @@ class BeamResult:
     """What came of one prompt.
 
     Attributes:
-      hypotheses: the best ones, best first; none if the prompt was refused.
+      hypotheses: the best ones, best first; none if there is an error.
       status: `Status.OK`, or why the pages it needed were refused.
+      error: why there is no result; None if there is one.
       margin: the narrowest decision that could have changed the outcome, as a difference of scores: where it is no more
         than float32 sums of another batch shape differ by, another outcome is as right.
     """
 
     hypotheses: tuple[Hypothesis, ...]
     status: Status
+    error: str | None
     margin: float
 
 
@@ -178,9 +182,10 @@ class BeamSearch:
         self._search = jax.jit(partial(search, model, chunk), static_argnames="num_beams", donate_argnames="cache")
 
     def run(self, prompts: Sequence[Sequence[int]], options: BeamOptions) -> BeamReport:
-        """Searches a batch; compiles for each new number of prompts, power of two of their length, and sizes of options.
+        """Searches a batch.  Compiles for each new number of prompts, of beams, of tokens and of end tokens.
 
-        When the pool has too few pages for all, the last prompts give way: their status says so, the others lose nothing.
+        If the pool has too few pages for all, the last prompts give way: their status says so, and the others lose
+        nothing.
 
         Raises:
           ValueError: no prompts, more than the rows have beams for, or one that can never be served.
@@ -190,9 +195,13 @@ class BeamSearch:
         tokens = np.zeros((len(prompts), width), np.int32)
         for line, prompt in zip(tokens, prompts, strict=True):
             line[: len(prompt)] = prompt
-        batch = Prompts(tokens, np.asarray([len(prompt) for prompt in prompts], np.int32))
+        lengths = np.asarray([len(prompt) for prompt in prompts], np.int32)
         self.cache, found = self._search(
-            self._model.parameters, self.cache, batch, options.rules, num_beams=options.num_beams
+            self._model.parameters,
+            self.cache,
+            Prompts(jnp.asarray(tokens), jnp.asarray(lengths)),
+            options.rules,
+            num_beams=options.num_beams,
         )
         found, faults = jax.device_get((found, self.cache.table.faults))
         if faults:
@@ -248,14 +257,17 @@ def _report(found: Search, options: BeamOptions) -> BeamReport:
 
 
 def _result(found: Search, prompt: int, options: BeamOptions) -> BeamResult:
-    beams, status = found.beams, Status(int(found.status[prompt]))
+    beams, status, margin = found.beams, Status(int(found.status[prompt])), float(found.beams.margin[prompt])
     if status != Status.OK:
-        return BeamResult((), status, math.inf)
+        message = f"its beams were refused pages ({status.name}); build the cache with more, or search fewer at once"
+        return BeamResult((), status, message, margin)
+    if math.isnan(margin):
+        return BeamResult((), status, "the model's logits are not finite", margin)
     scores = beams.finished_score[prompt].tolist()
     hypotheses = tuple(
         Hypothesis(tuple(beams.finished_tokens[prompt, index, :length].tolist()), scores[index])
         for index, length in enumerate(beams.finished_length[prompt, : options.num_return_sequences].tolist())
     )
     # Which of two comes first was no decision of the search, but it is one of the result.
-    orders = [one - next_best for one, next_best in zip(scores[: len(hypotheses)], scores[1:], strict=False)]
-    return BeamResult(hypotheses, status, min([float(beams.margin[prompt]), *orders]))
+    orders = [one - next_best for one, next_best in pairwise(scores[: len(hypotheses) + 1])]
+    return BeamResult(hypotheses, status, None, min([margin, *orders]))

@@ -12,14 +12,23 @@ SMOLLM2_PROMPTS = [PROMPTS[index] for index in (0, 3, 4, 7, 13, 17, 19, 21)]
 END, FULL_STOP = 2, 30
 """SmolLM2's ids of its end token and of "."; the latter makes hypotheses of many lengths."""
 
-# Every combination of a few options would say little more: each value of each option meets several of the others.
-SMOLLM2_OPTIONS = [
-    {"num_beams": 4, "max_new_tokens": 32, "eos": [END]},
-    {"num_beams": 4, "max_new_tokens": 32, "eos": [END], "length_penalty": 0.0, "early_stopping": "never"},
-    {"num_beams": 4, "max_new_tokens": 32, "eos": [FULL_STOP], "length_penalty": 2.0, "num_return_sequences": 4},
-    {"num_beams": 2, "max_new_tokens": 32, "eos": [END, FULL_STOP], "early_stopping": True},
-    {"num_beams": 6, "max_new_tokens": 24, "eos": [END, FULL_STOP], "early_stopping": True, "num_return_sequences": 3},
+SMOLLM2_CASES = [
+    (SMOLLM2_PROMPTS, {"num_beams": 4, "max_new_tokens": 32, "eos": [END]}),
+    (
+        SMOLLM2_PROMPTS,
+        {"num_beams": 4, "max_new_tokens": 32, "eos": [FULL_STOP], "length_penalty": 2.0, "num_return_sequences": 4},
+    ),
+    (
+        SMOLLM2_PROMPTS,
+        {"num_beams": 4, "max_new_tokens": 32, "eos": [END], "length_penalty": 0.0, "early_stopping": "never"},
+    ),
+    (SMOLLM2_PROMPTS[:3], {"num_beams": 2, "max_new_tokens": 32, "eos": [END, FULL_STOP], "early_stopping": True}),
+    (
+        SMOLLM2_PROMPTS[5:],
+        {"num_beams": 6, "max_new_tokens": 32, "eos": [END], "early_stopping": True, "num_return_sequences": 3},
+    ),
 ]
+"""Prompts and options."""
 
 PENALTIES, STOPPINGS = (-1.0, 0.0, 1.0, 2.0), (False, True, "never")
 

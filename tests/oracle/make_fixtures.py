@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from beam_cases import SMOLLM2_OPTIONS, SMOLLM2_PROMPTS, beam_search, tiny_cases
+from beam_cases import SMOLLM2_CASES, beam_search, tiny_cases
 from configs import ROPE, TINY
 from prompts import PASSAGE, PROMPTS
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, set_seed
@@ -64,18 +64,20 @@ def load_smollm2(path: Path) -> tuple[Any, Callable[[str], list[int]]]:
 
 
 def make_beams(path: Path) -> None:
-    """beams.json: sequences and scores of beam searches, one prompt at a time."""
+    """beams_tiny.json and beams_smollm2.json: sequences and scores of beam searches, one prompt at a time."""
     cases = []
     for name in TINY:
         model = AutoModelForCausalLM.from_pretrained(FIXTURES / name, attn_implementation="eager").eval()
         runs = json.loads((FIXTURES / name / "oracle.json").read_text())["prompts"]
-        cases += [{"model": name, **beam_search(model, ids, options)} for ids, options in tiny_cases(name, runs)]
-        print(name, len(cases), flush=True)
+        cases += [{"model": name, **beam_search(model, *case)} for case in tiny_cases(name, runs)]
+    write_json(FIXTURES / "beams_tiny.json", cases, "cases")
+
     model, encode = load_smollm2(path)
-    for options in SMOLLM2_OPTIONS:
-        cases += [{"model": "smollm2", **beam_search(model, encode(text), options)} for text in SMOLLM2_PROMPTS]
-        print("smollm2", options, flush=True)
-    write_json(FIXTURES / "beams.json", cases, "cases")
+    cases = []
+    for texts, options in SMOLLM2_CASES:
+        cases += [{"model": "smollm2", **beam_search(model, encode(text), options)} for text in texts]
+        print(f"{len(cases)} searches of SmolLM2", flush=True)
+    write_json(FIXTURES / "beams_smollm2.json", cases, "cases")
 
 
 def make_smollm2(path: Path, steps: int = 64, passage_tokens: int = 512) -> None:

@@ -1,0 +1,185 @@
+"""`kvjax generate --num-beams N`: continue prompts by beam search."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import jax
+
+from kvjax.commands.errors import CommandError
+from kvjax.commands.options import one_line, whole_number
+from kvjax.commands.prompts import Prompt
+from kvjax.engine import BeamOptions, BeamResult, BeamSearch, Hypothesis
+from kvjax.engine.beams import EarlyStopping
+from kvjax.pages import Status
+
+if TYPE_CHECKING:
+    from kvjax.models import LoadedModel
+
+STOPPING: dict[str, EarlyStopping] = {"false": False, "true": True, "never": "never"}
+OF_SAMPLING: dict[str, Any] = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "stop": []}
+"""Flags that mean nothing here, with their defaults."""
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Flags of beam search."""
+    group = parser.add_argument_group("beam search (as in Hugging Face transformers)")
+    most = 1024
+    group.add_argument(
+        "--num-beams", type=whole_number(1, most), default=1, metavar="N", help="1 is no beam search (default: 1)"
+    )
+    group.add_argument(
+        "--length-penalty",
+        type=_finite,
+        default=1.0,
+        metavar="X",
+        help="a score is the sum of log-probabilities / length ** X (default: 1)",
+    )
+    group.add_argument(
+        "--early-stopping",
+        choices=tuple(STOPPING),
+        default="false",
+        help="stop with N finished answers: at once, when better ones are unlikely, or impossible (default: false)",
+    )
+    group.add_argument(
+        "--num-return-sequences",
+        type=whole_number(1, most),
+        default=1,
+        metavar="K",
+        help="answers a prompt, at most N (default: 1)",
+    )
+
+
+def run(options: argparse.Namespace, loaded: LoadedModel, prompts: Sequence[Prompt]) -> int:
+    """Answers prompts in order, each as soon as its turn is complete; the exit status."""
+    how = _search_options(options, loaded)
+    usable = [index for index, prompt in enumerate(prompts) if prompt.problem is None]
+    outcomes: dict[int, BeamResult | str] = {
+        index: prompt.problem for index, prompt in enumerate(prompts) if prompt.problem is not None
+    }
+    told = failed = 0
+    for place, outcome in _search(options, loaded, [prompts[index].ids or () for index in usable], how):
+        outcomes[usable[place]] = outcome
+        while told in outcomes:
+            failed += _tell(options, loaded, prompts[told], outcomes[told])
+            told += 1
+    for index in range(told, len(prompts)):
+        failed += _tell(options, loaded, prompts[index], outcomes[index])
+    return 1 if failed else 0
+
+
+def _search_options(options: argparse.Namespace, loaded: LoadedModel) -> BeamOptions:
+    for name, default in OF_SAMPLING.items():
+        if getattr(options, name) != default:
+            raise CommandError(f"--{name.replace('_', '-')} does not go with --num-beams: beam search samples nothing")
+    if options.cache != "paged":
+        raise CommandError("--num-beams needs pages to share; leave out --cache contiguous")
+    try:
+        return BeamOptions(
+            num_beams=options.num_beams,
+            max_new_tokens=options.max_new_tokens,
+            length_penalty=options.length_penalty,
+            early_stopping=STOPPING[options.early_stopping],
+            num_return_sequences=options.num_return_sequences,
+            eos=loaded.eos,
+        )
+    except ValueError as error:
+        raise CommandError(one_line(error)) from error
+
+
+def _search(
+    options: argparse.Namespace, loaded: LoadedModel, prompts: Sequence[tuple[int, ...]], how: BeamOptions
+) -> Iterator[tuple[int, BeamResult | str]]:
+    """(index, result or what is wrong) of every prompt, a batch at a time; the refused of a batch come again later."""
+    if not prompts:
+        return
+    together = min(options.max_seqs, len(prompts))
+    context = min(loaded.model.max_context, max(map(len, prompts)) + how.max_new_tokens)
+    rows = together * how.num_beams
+    try:
+        beams = BeamSearch(
+            loaded.model,
+            rows=rows,
+            num_pages=options.num_pages or rows * -(-context // options.page_size),
+            page_size=options.page_size,
+            max_context=context,
+            chunk=options.chunk,
+        )
+    except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
+        raise CommandError(f"the cache cannot be made: {one_line(error)}") from error
+    problems = {index: beams.why_not(prompt, how) for index, prompt in enumerate(prompts)}
+    yield from ((index, problem) for index, problem in problems.items() if problem is not None)
+    waiting = [index for index, problem in problems.items() if problem is None]
+    while waiting:
+        batch = waiting[:together]
+        try:
+            results = beams.run([prompts[index] for index in batch], how).results
+        except ValueError as error:
+            raise CommandError(one_line(error)) from error
+        served = [index for index, result in zip(batch, results, strict=True) if result.status == Status.OK]
+        if not served and together > 1:
+            together = 1  # one of them is more than the pool holds; each by itself shows which
+            continue
+        for index, result in zip(batch, results, strict=True):
+            if index in served or together == 1:
+                yield index, result
+                waiting.remove(index)
+
+
+def _tell(options: argparse.Namespace, loaded: LoadedModel, prompt: Prompt, outcome: BeamResult | str) -> Literal[0, 1]:
+    """Prints the answers to a prompt, or what is wrong with it; 1 if something is."""
+    problem = outcome if isinstance(outcome, str) else outcome.error
+    hypotheses = () if isinstance(outcome, str) else outcome.hypotheses
+    if problem is not None:
+        print(f"kvjax {options.command}: error: {prompt.source}: {one_line(problem)}", file=sys.stderr)
+    if options.json:
+        print(json.dumps(_record(loaded, prompt, hypotheses, problem), ensure_ascii=False), flush=True)
+    else:
+        for hypothesis in hypotheses:
+            print(f"--- {prompt.source} (score {hypothesis.score:.4f})\n{_readable(loaded, hypothesis)}", flush=True)
+    return 0 if problem is None else 1
+
+
+def _record(
+    loaded: LoadedModel, prompt: Prompt, hypotheses: Sequence[Hypothesis], problem: str | None
+) -> dict[str, Any]:
+    """The JSON line of a prompt: the best answer as `generate` has it elsewhere, and all of them with their scores."""
+    answers = [
+        {
+            "token_ids": list(hypothesis.tokens),
+            "text": None if loaded.tokenizer is None else loaded.tokenizer.decode(hypothesis.tokens),
+            "finish_reason": "stop" if hypothesis.tokens[-1] in loaded.eos else "length",
+            "score": hypothesis.score,
+        }
+        for hypothesis in hypotheses
+    ]
+    best = answers[0] if answers else {"token_ids": [], "text": None, "finish_reason": "error"}
+    record = {
+        "prompt": prompt.text,
+        "prompt_ids": None if prompt.ids is None else list(prompt.ids),
+        **{name: best[name] for name in ("token_ids", "text", "finish_reason")},
+        "sequences": answers,
+    }
+    return record if problem is None else record | {"error": problem}
+
+
+def _readable(loaded: LoadedModel, hypothesis: Hypothesis) -> str:
+    if loaded.tokenizer is None:
+        return " ".join(map(str, hypothesis.tokens))
+    return loaded.tokenizer.decode(hypothesis.tokens)
+
+
+def _finite(text: str) -> float:
+    """An argparse type: any number but NaN and the infinities."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a finite number")
+    return value
