@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import cache
 from itertools import groupby
 
 import numpy as np
@@ -20,19 +21,17 @@ from kvjax.models import load
 from tests.margins import MARGIN
 from tests.models.decoding import FIXTURES
 
-CASES = [
-    case
-    for name in ("beams_tiny.json", "beams_smollm2.json")
-    for case in json.loads((FIXTURES / name).read_text())["cases"]
-]
 TINY = ["tiny-llama", "tiny-mistral", "tiny-qwen2", "tiny-qwen3"]
 
 
 def cases_of(model: str, **options: object) -> list[dict]:
+    """The oracle's searches with a model and these options."""
+    name = "beams_smollm2.json" if model == "smollm2" else "beams_tiny.json"
+    cases = json.loads((FIXTURES / name).read_text())["cases"]
     return [
         case
-        for case in CASES
-        if case["model"] == model and all(case["options"][name] == value for name, value in options.items())
+        for case in cases
+        if case["model"] == model and all(case["options"][option] == value for option, value in options.items())
     ]
 
 
@@ -81,25 +80,38 @@ def assert_equal(results: list[BeamResult], cases: list[dict], what: str) -> Non
     assert ended > 0
 
 
+@pytest.fixture(scope="module")
+def search_of():
+    """The search with a tiny model, one prompt at a time; compiled for each size once."""
+
+    @cache
+    def make(name: str) -> BeamSearch:
+        return BeamSearch(load(FIXTURES / name).model, rows=6, num_pages=64, page_size=4, max_context=72)
+
+    return make
+
+
+def search_all(search: BeamSearch, cases: list[dict], **wrong: object) -> list[BeamResult]:
+    options = [replace(options_of(case), **wrong) for case in cases]
+    return [search.run([case["ids"]], one).results[0] for case, one in zip(cases, options, strict=True)]
+
+
 @pytest.mark.parametrize("name", TINY)
-def test_tiny_models(name):
+def test_tiny_models(search_of, name):
     """Penalties −1, 0, 1 and 2, each with each early stopping, one to all sequences returned, ends met early."""
     cases = cases_of(name)
-    search = BeamSearch(load(FIXTURES / name).model, rows=6, num_pages=64, page_size=4, max_context=72)
-    assert_equal([search.run([case["ids"]], options_of(case)).results[0] for case in cases], cases, name)
-    assert kvjax.check_invariants(search.cache.table) == []
+    assert_equal(search_all(search_of(name), cases), cases, name)
+    assert kvjax.check_invariants(search_of(name).cache.table) == []
 
 
 def test_smollm2():
-    """Eight prompts at a time."""
-    loaded = load("smollm2")
-    search = BeamSearch(loaded.model, rows=32, num_pages=160, page_size=16, max_context=72)
-    results, cases = [], []
-    for _, group in groupby(cases_of("smollm2", num_beams=4), key=lambda case: case["options"]):
+    """Three to eight prompts at a time, 2, 4 and 6 beams, 32 tokens."""
+    search = BeamSearch(load("smollm2").model, rows=32, num_pages=160, page_size=16, max_context=72)
+    results, cases = [], cases_of("smollm2")
+    for _, group in groupby(cases, key=lambda case: case["options"]):
         batch = list(group)
-        assert len(batch) == 8 and batch[0]["options"]["max_new_tokens"] == 32
-        cases += batch
         results += search.run([case["ids"] for case in batch], options_of(batch[0])).results
+    assert len(cases) == 30
     assert_equal(results, cases, "SmolLM2")
     assert kvjax.check_invariants(search.cache.table) == []
 
@@ -109,16 +121,18 @@ def wrong_parents(beams, logits, rules):
     return extended, parent[:, ::-1]
 
 
-def test_a_wrong_option_or_parent_is_noticed(monkeypatch):
+def test_a_wrong_option_or_parent_is_noticed(search_of, monkeypatch):
     """The comparison can fail."""
+
+    def share_of_different(search: BeamSearch, **wrong: object) -> float:
+        results = search_all(search, cases, **wrong)
+        return float(np.mean([bool(differences(*pair)) for pair in zip(results, cases, strict=True)]))
+
     cases = [case for case in cases_of("tiny-llama", num_beams=4) if case["options"]["eos"]]
-    model = load(FIXTURES / "tiny-llama").model
-    search = BeamSearch(model, rows=4, num_pages=64, page_size=4, max_context=72)
     for name, value in (("length_penalty", 0.5), ("early_stopping", True), ("eos", (254, 255))):
-        options = [replace(options_of(case), **{name: value}) for case in cases]
-        results = [search.run([case["ids"]], one).results[0] for case, one in zip(cases, options, strict=True)]
-        assert np.mean([bool(differences(*pair)) for pair in zip(results, cases, strict=True)]) > 0.25, name
+        assert share_of_different(search_of("tiny-llama"), **{name: value}) > 0.1, name
 
     monkeypatch.setattr("kvjax.engine.beam_loop.extend", wrong_parents)
+    model = load(FIXTURES / "tiny-llama").model
     search = BeamSearch(model, rows=4, num_pages=64, page_size=4, max_context=72)
-    assert all(differences(search.run([case["ids"]], options_of(case)).results[0], case) for case in cases)
+    assert share_of_different(search) == 1
