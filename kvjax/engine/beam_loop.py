@@ -59,7 +59,7 @@ class Search:
     copies: Int32[Array, ""]
 
 
-def search(
+def beam_search(
     model: Model,
     chunk: int,
     parameters: PyTree[Array],

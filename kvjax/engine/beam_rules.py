@@ -93,8 +93,9 @@ def extend(
 ) -> tuple[Beams, Int32[Array, "prompts beams"]]:
     """One token more for every prompt.
 
-    Returns the hypotheses, and for each that runs the beam that it continues.  Cost: a log-softmax and a top-k over all
-    beams' vocabularies; the latter must hold at least `candidates_of(…)` ids.
+    Returns the hypotheses, and for each that runs the beam that it continues; of prompts that are not live they mean
+    nothing.  Cost: a log-softmax and a top-k over the beams' vocabularies, which must hold at least `candidates_of(…)`
+    ids each.
     """
     prompts, number, vocabulary = logits.shape
     total = jax.nn.log_softmax(logits) + beams.score[..., None]
@@ -150,5 +151,6 @@ def _ending_gap(
     return jnp.min(jnp.where(ends, distance, jnp.inf), axis=1)
 
 
-def _difference(better: Float32[Array, "*shape"], worse: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
+def _difference(better: Float32[Array, "*#shape"], worse: Float32[Array, "*#shape"]) -> Float32[Array, "*#shape"]:
+    """By how much one score beats another; infinite where there is no other."""
     return jnp.where(worse > -jnp.inf, better - worse, jnp.inf)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from kvjax.engine.beam_loop import Prompts, Search, search
+from kvjax.engine.beam_loop import Prompts, Search, beam_search
 from kvjax.engine.beam_rules import Rules, candidates_of
 from kvjax.engine.executables import power_of_two
 from kvjax.models.protocol import Model
@@ -179,7 +179,7 @@ class BeamSearch:
         self.cache = kvjax.init(
             model.spec, rows=rows, num_pages=num_pages, page_size=page_size, max_context=max_context, backend=backend
         )
-        self._search = jax.jit(partial(search, model, chunk), static_argnames="num_beams", donate_argnames="cache")
+        self._search = jax.jit(partial(beam_search, model, chunk), static_argnames="num_beams", donate_argnames="cache")
 
     def run(self, prompts: Sequence[Sequence[int]], options: BeamOptions) -> BeamReport:
         """Searches a batch.  Compiles for each new number of prompts, of beams, of tokens and of end tokens.

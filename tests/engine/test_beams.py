@@ -13,7 +13,7 @@ import pytest
 
 import kvjax
 from kvjax.engine import BeamOptions, BeamSearch
-from kvjax.engine.beam_loop import Prompts, search
+from kvjax.engine.beam_loop import Prompts, beam_search
 from tests.engine.tiny_model import VOCABULARY, TinyModel, reference_logits
 
 OPTIONS = BeamOptions(num_beams=3, max_new_tokens=16, length_penalty=0.5, num_return_sequences=3, eos=(7, 11))
@@ -33,7 +33,7 @@ def roomy(model):
 
     @partial(chex.assert_max_traces, n=1)
     def once(parameters, cache, prompts, rules, *, num_beams):
-        return search(model, 64, parameters, cache, prompts, rules, num_beams=num_beams)
+        return beam_search(model, 64, parameters, cache, prompts, rules, num_beams=num_beams)
 
     beams._search = jax.jit(once, static_argnames="num_beams", donate_argnames="cache")
     return beams
@@ -136,7 +136,7 @@ def test_the_whole_search_is_in_place(model, looks_back):
     """The cache is aliased and nothing of the pool's size is copied; a search that looks back at its input fails."""
 
     def run(parameters, cache, prompts, rules):
-        after, found = search(model, 16, parameters, cache, prompts, rules, num_beams=3)
+        after, found = beam_search(model, 16, parameters, cache, prompts, rules, num_beams=3)
         counts = cache if looks_back else after
         return after, found, counts.table.groups[0].refcount[found.steps]
 
@@ -179,3 +179,20 @@ def test_batches_that_cannot_be_searched_are_refused(model):
     ):
         with pytest.raises(ValueError, match=message):
             beams.run(prompts, options)
+
+
+class PoisonedModel(TinyModel):
+    """Gives NaN after the token at position 29."""
+
+    def forward(self, parameters, cache, grant, tokens):
+        hidden, cache = super().forward(parameters, cache, grant, tokens)
+        return jnp.where(grant.position[:, None] == 29, jnp.nan, hidden), cache
+
+
+def test_nan_logits_end_their_prompt_alone(found):
+    beams = BeamSearch(PoisonedModel(), rows=12, num_pages=160, page_size=4, max_context=48)
+    report = beams.run(PROMPTS, OPTIONS)
+    assert [result.error for result in report.results] == [None, None, "the model's logits are not finite", None]
+    assert report.results[2].hypotheses == ()
+    assert_same([report.results[n] for n in (0, 1, 3)], [found.results[n] for n in (0, 1, 3)])
+    assert_empty(beams.cache)
