@@ -52,6 +52,8 @@ def test_json_lines_hold_the_oracles_sequences_and_a_tight_pool_only_delays(tmp_
     [
         (["--temperature", "0.5"], "--temperature does not go with --num-beams"),
         (["--stop", "x"], "--stop"),
+        (["--seed", "3"], "--seed"),
+        (["--num-beams", "1", "--length-penalty", "2"], "--length-penalty needs --num-beams"),
         (["--cache", "contiguous"], "--cache contiguous"),
         (["--num-return-sequences", "5"], "num_return_sequences=5"),
         (["--length-penalty", "1e9"], "length_penalty=1000000000.0"),

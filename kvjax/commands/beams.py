@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from kvjax.models import LoadedModel
 
 STOPPING: dict[str, EarlyStopping] = {"false": False, "true": True, "never": "never"}
-OF_SAMPLING: dict[str, Any] = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "stop": []}
-"""Flags that mean nothing here, with their defaults."""
+OF_SAMPLING: dict[str, Any] = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": 0, "stop": []}
+OF_BEAMS: dict[str, Any] = {"length_penalty": 1.0, "early_stopping": "false", "num_return_sequences": 1}
+"""Flags that mean nothing with beams, and nothing without them, with their defaults."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -55,6 +56,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def asked_for(options: argparse.Namespace) -> bool:
+    """Whether there are beams to search; CommandError for flags that go with beams only."""
+    if options.num_beams > 1:
+        return True
+    _refuse(options, OF_BEAMS, "needs --num-beams of at least 2")
+    return False
+
+
 def run(options: argparse.Namespace, loaded: LoadedModel, prompts: Sequence[Prompt]) -> int:
     """Answers prompts in order, each as soon as its turn is complete; the exit status."""
     how = _search_options(options, loaded)
@@ -74,9 +83,7 @@ def run(options: argparse.Namespace, loaded: LoadedModel, prompts: Sequence[Prom
 
 
 def _search_options(options: argparse.Namespace, loaded: LoadedModel) -> BeamOptions:
-    for name, default in OF_SAMPLING.items():
-        if getattr(options, name) != default:
-            raise CommandError(f"--{name.replace('_', '-')} does not go with --num-beams: beam search samples nothing")
+    _refuse(options, OF_SAMPLING, "does not go with --num-beams: beam search samples nothing")
     if options.cache != "paged":
         raise CommandError("--num-beams needs pages to share; leave out --cache contiguous")
     try:
@@ -90,6 +97,13 @@ def _search_options(options: argparse.Namespace, loaded: LoadedModel) -> BeamOpt
         )
     except ValueError as error:
         raise CommandError(one_line(error)) from error
+
+
+def _refuse(options: argparse.Namespace, defaults: dict[str, Any], why: str) -> None:
+    """CommandError if one of these flags was given another value than its default."""
+    for name, default in defaults.items():
+        if getattr(options, name) != default:
+            raise CommandError(f"--{name.replace('_', '-')} {why}")
 
 
 def _search(
@@ -119,8 +133,8 @@ def _search(
         batch = waiting[:together]
         try:
             results = beams.run([prompts[index] for index in batch], how).results
-        except ValueError as error:
-            raise CommandError(one_line(error)) from error
+        except (ValueError, jax.errors.JaxRuntimeError) as error:
+            raise CommandError(f"the search cannot be run: {one_line(error)}") from error
         served = [index for index, result in zip(batch, results, strict=True) if result.status == Status.OK]
         if not served and together > 1:
             together = 1  # one of them is more than the pool holds; each by itself shows which

@@ -96,7 +96,7 @@ def run(options: argparse.Namespace) -> int:
     prompts = [check_text("--prompt", options.prompt)] if options.prompts is None else read_prompts(options.prompts)
     loaded = load_model(options.model)
     prompts = [_tokenise(prompt, loaded, chat=options.chat) for prompt in prompts]
-    if options.num_beams > 1:
+    if beams.asked_for(options):
         return beams.run(options, loaded, prompts)
     usable = [prompt for prompt in prompts if prompt.problem is None]
     if loaded.tokenizer is None and options.stop:
