@@ -17,6 +17,7 @@ import kvjax
 from kvjax.engine.beam_loop import Prompts, Search, beam_search
 from kvjax.engine.beam_rules import Rules, candidates_of
 from kvjax.engine.executables import power_of_two
+from kvjax.inputs import static_size
 from kvjax.models.protocol import Model
 from kvjax.pages.status import Fault, PageTableError, Status
 
@@ -49,10 +50,10 @@ class BeamOptions:
     eos: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        for name in ("num_beams", "max_new_tokens", "num_return_sequences"):
+            static_size(name, getattr(self, name))
         if self.num_beams < 2:
             raise ValueError(f"num_beams={self.num_beams} must be at least 2; one beam is greedy decoding: use Engine")
-        if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens={self.max_new_tokens} must be at least 1")
         # The scores are float32, and so is what they are divided by.
         if not abs(self.length_penalty) * math.log10(self.max_new_tokens) < 30:
             raise ValueError(
@@ -60,7 +61,7 @@ class BeamOptions:
             )
         if not (isinstance(self.early_stopping, bool) or self.early_stopping == "never"):
             raise ValueError(f'early_stopping={self.early_stopping!r} must be True, False or "never"')
-        if not 1 <= self.num_return_sequences <= self.num_beams:
+        if self.num_return_sequences > self.num_beams:
             raise ValueError(
                 f"num_return_sequences={self.num_return_sequences} must be from 1 to num_beams={self.num_beams}"
             )
@@ -131,19 +132,21 @@ class BeamReport:
 
     @property
     def peak(self) -> tuple[int, int]:
-        """(held, unshared) in the step in which most pages were held, the first such."""
-        step = int(np.argmax(self.held))
-        return self.held[step], self.unshared[step]
+        """(held, unshared) in the step in which most pages were held, the first such; zeros if there was no step."""
+        return max(zip(self.held, self.unshared, strict=True), key=lambda step: step[0], default=(0, 0))
 
     @property
     def saved(self) -> float:
         """The share of pages that sharing saved, over all steps (as in PagedAttention, Kwon et al. 2023, §6.3)."""
-        return 1 - sum(self.held) / sum(self.unshared)
+        return _saved(sum(self.held), sum(self.unshared))
 
     @property
     def saved_at_peak(self) -> float:
-        held, unshared = self.peak
-        return 1 - held / unshared
+        return _saved(*self.peak)
+
+
+def _saved(held: int, unshared: int) -> float:
+    return 1 - held / unshared if unshared else 0.0
 
 
 class BeamSearch:
@@ -173,8 +176,7 @@ class BeamSearch:
         chunk: int = 64,
         backend: kvjax.cache.Backend | None = None,
     ):
-        if chunk < 1:
-            raise ValueError(f"{chunk=} must be at least 1")
+        chunk = static_size("chunk", chunk)
         self._model = model
         self.cache = kvjax.init(
             model.spec, rows=rows, num_pages=num_pages, page_size=page_size, max_context=max_context, backend=backend

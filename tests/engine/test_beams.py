@@ -119,6 +119,8 @@ def test_sharing_is_counted(found):
     assert found.held[1] == sum(len(prompt) // 4 + 3 for prompt in PROMPTS)
     assert 0 < found.copies <= 12 * len(found.held)
     assert found.peak[0] == max(found.held) and 0 < found.saved < 1 and 0 < found.saved_at_peak < 1
+    nothing = replace(found, held=(), unshared=())
+    assert (nothing.peak, nothing.saved, nothing.saved_at_peak) == ((0, 0), 0, 0)
 
 
 def test_one_trace_and_one_buffer_serve_all_options(roomy):
@@ -155,6 +157,7 @@ def test_the_whole_search_is_in_place(model, looks_back):
     [
         ({"num_beams": 1}, "greedy"),
         ({"max_new_tokens": 0}, "max_new_tokens=0"),
+        ({"max_new_tokens": 1.5}, "max_new_tokens=1.5"),
         ({"length_penalty": float("nan")}, "length_penalty=nan"),
         ({"length_penalty": 40.0}, "beyond float32"),
         ({"early_stopping": "maybe"}, "early_stopping='maybe'"),
