@@ -205,9 +205,9 @@ class BeamSearch:
             options.rules,
             num_beams=options.num_beams,
         )
-        found, faults = jax.device_get((found, self.cache.table.faults))
+        faults = Fault(int(self.cache.table.faults))
         if faults:
-            raise PageTableError(f"the page table has faults {Fault(int(faults))!r}; make a new cache")
+            raise PageTableError(f"the page table has faults {faults!r}; make a new cache")
         return _report(found, options)
 
     def why_not(self, prompt: Sequence[int], options: BeamOptions) -> str | None:
@@ -248,28 +248,39 @@ class BeamSearch:
 
 
 def _report(found: Search, options: BeamOptions) -> BeamReport:
-    results = tuple(_result(found, prompt, options) for prompt in range(len(found.status)))
-    steps = int(found.steps)
+    beams, steps = found.beams, int(found.steps)
+    of_prompts = (found.status, beams.margin, beams.finished_tokens, beams.finished_length, beams.finished_score)
+    of_prompts, held, mapped = jax.device_get((of_prompts, found.held, found.mapped))
     return BeamReport(
-        results=results,
-        held=tuple(found.held[:steps].tolist()),
-        unshared=tuple(found.mapped[:steps].tolist()),
+        results=tuple(
+            _result(*values, number=options.num_return_sequences) for values in zip(*of_prompts, strict=True)
+        ),
+        held=tuple(held[:steps].tolist()),
+        unshared=tuple(mapped[:steps].tolist()),
         copies=int(found.copies),
     )
 
 
-def _result(found: Search, prompt: int, options: BeamOptions) -> BeamResult:
-    beams, status, margin = found.beams, Status(int(found.status[prompt])), float(found.beams.margin[prompt])
+def _result(
+    status_code: np.int32,
+    margin: np.float32,
+    tokens: np.ndarray,
+    lengths: np.ndarray,
+    scores: np.ndarray,
+    *,
+    number: int,
+) -> BeamResult:
+    """What one prompt's finished hypotheses come to, the best `number` of them."""
+    status = Status(int(status_code))
     if status != Status.OK:
         message = f"its beams were refused pages ({status.name}); build the cache with more, or search fewer at once"
-        return BeamResult((), status, message, margin)
-    if math.isnan(margin):
-        return BeamResult((), status, "the model's logits are not finite", margin)
-    scores = beams.finished_score[prompt].tolist()
+        return BeamResult((), status, message, float(margin))
+    if np.isnan(margin):
+        return BeamResult((), status, "the model's logits are not finite", float(margin))
     hypotheses = tuple(
-        Hypothesis(tuple(beams.finished_tokens[prompt, index, :length].tolist()), scores[index])
-        for index, length in enumerate(beams.finished_length[prompt, : options.num_return_sequences].tolist())
+        Hypothesis(tuple(ids[:length].tolist()), float(score))
+        for ids, length, score in zip(tokens[:number], lengths, scores, strict=False)
     )
     # Which of two comes first was no decision of the search, but it is one of the result.
-    orders = [one - next_best for one, next_best in pairwise(scores[: len(hypotheses) + 1])]
-    return BeamResult(hypotheses, status, None, min([margin, *orders]))
+    orders = [float(better - worse) for better, worse in pairwise(scores[: number + 1])]
+    return BeamResult(hypotheses, status, None, min([float(margin), *orders]))

@@ -142,7 +142,7 @@ def test_the_whole_search_is_in_place(model, looks_back):
         counts = cache if looks_back else after
         return after, found, counts.table.groups[0].refcount[found.steps]
 
-    prompts = Prompts(np.zeros((2, 16), np.int32), np.full(2, 16, np.int32))
+    prompts = Prompts(jnp.zeros((2, 16), jnp.int32), jnp.full(2, 16, jnp.int32))
     build = partial(kvjax.init, model.spec, rows=6, num_pages=1 << 20, page_size=4, max_context=48, backend="xla")
     cache = jax.eval_shape(build)
     lowered = jax.jit(run, donate_argnums=1).lower(model.parameters, cache, prompts, OPTIONS.rules)
