@@ -7,7 +7,7 @@ copies a tail page where beams that shared it part, and ends with one `kvjax.reo
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -16,47 +16,10 @@ from jaxtyping import Array, Bool, Int32, PyTree
 
 import kvjax
 from kvjax.cache import KVCache
-from kvjax.engine.beam_rules import Beams, Rules, extend, start_beams
+from kvjax.engine.beam_rules import extend, start_beams
+from kvjax.engine.beam_state import Prompts, Rules, Search
 from kvjax.models.protocol import Model
 from kvjax.pages.status import Status
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, slots=True)
-class Prompts:
-    """Prompts to search.
-
-    Attributes:
-      tokens: their ids; any valid id in padding.
-      length: tokens of each, at least 1.
-    """
-
-    tokens: Int32[Array, "prompts width"]
-    length: Int32[Array, " prompts"]
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, slots=True)
-class Search:
-    """Where a search stands.
-
-    Attributes:
-      beams: the hypotheses.
-      token: the last token of each running one, not yet computed.
-      status: `kvjax.Status` a prompt: not OK for one that gave up for want of pages.
-      steps: decode steps so far.
-      held: pages held in each of them, over all groups.
-      mapped: the pages that its rows mapped, each row's counted for itself: what they would hold without sharing.
-      copies: pages copied on write.
-    """
-
-    beams: Beams
-    token: Int32[Array, "prompts beams"]
-    status: Int32[Array, " prompts"]
-    steps: Int32[Array, ""]
-    held: Int32[Array, " max_steps"]
-    mapped: Int32[Array, " max_steps"]
-    copies: Int32[Array, ""]
 
 
 def beam_search(

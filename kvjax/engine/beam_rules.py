@@ -6,61 +6,12 @@ else is in the batch changes nothing.  Nothing here knows a model or a cache.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float32, Int32
 
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, slots=True)
-class Rules:
-    """Options as arrays, so that one compiled search serves all options of the same sizes.
-
-    Attributes:
-      divisor: what the score of a hypothesis of n tokens is divided by: n ** length_penalty.
-      hoped_divisor: what that of a running one of n tokens is divided by to guess how good it can still become.
-      stop_when_full: a prompt is done once it has as many finished hypotheses as beams.
-      eos: ids that finish a hypothesis; −1 in padding.
-    """
-
-    divisor: Float32[Array, " lengths"]
-    hoped_divisor: Float32[Array, " lengths"]
-    stop_when_full: Bool[Array, ""]
-    eos: Int32[Array, " max_eos"]
-
-    @property
-    def max_tokens(self) -> int:
-        """Tokens of the longest hypothesis."""
-        return self.divisor.shape[0] - 1
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, slots=True)
-class Beams:
-    """The hypotheses of every prompt: those that run, and the best that are finished.
-
-    Attributes:
-      live: the prompt is still searched.
-      length: tokens of each of a prompt's running hypotheses.
-      tokens: theirs; zeros after them.
-      score: the sum of their tokens' log-probabilities, best first; −inf where there is no hypothesis.
-      finished_tokens, finished_length: of the finished ones, the finishing token included.
-      finished_score: the sum divided by length ** length_penalty, best first; −inf where there is none yet.
-      margin: the narrowest decision so far that could have changed the outcome, in units of the scores compared; NaN if
-        the logits had a NaN or +inf among them, or nothing above −inf, which ends the prompt and means nothing.
-    """
-
-    live: Bool[Array, " prompts"]
-    length: Int32[Array, " prompts"]
-    tokens: Int32[Array, "prompts beams max_tokens"]
-    score: Float32[Array, "prompts beams"]
-    finished_tokens: Int32[Array, "prompts beams max_tokens"]
-    finished_length: Int32[Array, "prompts beams"]
-    finished_score: Float32[Array, "prompts beams"]
-    margin: Float32[Array, " prompts"]
+from kvjax.engine.beam_state import Beams, Rules
 
 
 def start_beams(live: Bool[Array, " prompts"], num_beams: int, max_tokens: int) -> Beams:

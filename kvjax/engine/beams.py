@@ -14,12 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from kvjax.engine.beam_loop import Prompts, Search, beam_search
-from kvjax.engine.beam_rules import Rules, candidates_of
+from kvjax.engine.beam_loop import beam_search
+from kvjax.engine.beam_rules import candidates_of
+from kvjax.engine.beam_state import Prompts, Rules, Search
 from kvjax.engine.executables import power_of_two
 from kvjax.inputs import static_size
 from kvjax.models.protocol import Model
-from kvjax.pages.status import Fault, PageTableError, Status
+from kvjax.pages.status import Status, raise_for_faults
 
 EarlyStopping = bool | Literal["never"]
 
@@ -205,9 +206,7 @@ class BeamSearch:
             options.rules,
             num_beams=options.num_beams,
         )
-        faults = Fault(int(self.cache.table.faults))
-        if faults:
-            raise PageTableError(f"the page table has faults {faults!r}; make a new cache")
+        raise_for_faults(self.cache.table.faults)
         return _report(found, options)
 
     def why_not(self, prompt: Sequence[int], options: BeamOptions) -> str | None:

@@ -13,7 +13,8 @@ import pytest
 
 import kvjax
 from kvjax.engine import BeamOptions, BeamSearch
-from kvjax.engine.beam_loop import Prompts, beam_search
+from kvjax.engine.beam_loop import beam_search
+from kvjax.engine.beam_state import Prompts
 from tests.engine.tiny_model import VOCABULARY, TinyModel, reference_logits
 
 OPTIONS = BeamOptions(num_beams=3, max_new_tokens=16, length_penalty=0.5, num_return_sequences=3, eos=(7, 11))

@@ -3,6 +3,8 @@
 tests/fixtures/beams_*.json were recorded by tests/oracle/make_fixtures.py, one prompt at a time, float32 on a CPU.
 Another sequence is excused where, and only where, a decision of our search was narrower than `MARGIN`; how many were is
 printed.
+
+    python -m tests.engine.test_beams_oracle        all searches of SmolLM2, a minute or two of two cores
 """
 
 from __future__ import annotations
@@ -104,16 +106,22 @@ def test_tiny_models(search_of, name):
     assert kvjax.check_invariants(search_of(name).cache.table) == []
 
 
-def test_smollm2():
-    """Three to eight prompts at a time, 2, 4 and 6 beams, 32 tokens."""
+def compare_smollm2(cases: list[dict]) -> None:
+    """Up to eight prompts at a time."""
     search = BeamSearch(load("smollm2").model, rows=32, num_pages=160, page_size=16, max_context=72)
-    results, cases = [], cases_of("smollm2")
+    results = []
     for _, group in groupby(cases, key=lambda case: case["options"]):
         batch = list(group)
         results += search.run([case["ids"] for case in batch], options_of(batch[0])).results
-    assert len(cases) == 30
     assert_equal(results, cases, "SmolLM2")
     assert kvjax.check_invariants(search.cache.table) == []
+
+
+def test_smollm2():
+    """Eight prompts of 32 tokens, 4 beams, two settings; run as a program this compares 2 and 6 beams as well."""
+    cases = [case for case in cases_of("smollm2", num_beams=4) if case["options"].get("early_stopping") != "never"]
+    assert len(cases) == 16 and all(case["options"]["max_new_tokens"] == 32 for case in cases)
+    compare_smollm2(cases)
 
 
 def wrong_parents(beams, logits, rules):
@@ -136,3 +144,7 @@ def test_a_wrong_option_or_parent_is_noticed(search_of, monkeypatch):
     model = load(FIXTURES / "tiny-llama").model
     search = BeamSearch(model, rows=4, num_pages=64, page_size=4, max_context=72)
     assert share_of_different(search) == 1
+
+
+if __name__ == "__main__":
+    compare_smollm2(cases_of("smollm2"))
