@@ -26,6 +26,8 @@ import jax.numpy as jnp
 from jax import lax
 
 import kvjax
+from kvjax.engine.backing import PagedBacking
+from kvjax.engine.swap_steps import restore_pages, save_pages, unpin_pages
 from kvjax.grant import make_grant
 
 SMALL, LARGE = 1 << 14, 1 << 22
@@ -92,6 +94,11 @@ def cases() -> Iterator[Case]:
     yield Case("adopt", partial(kvjax.adopt, max_pages=MAX_PAGES), (prefix, per_row))
     yield Case("pin", kvjax.pin, ((ids,),))
     yield Case("unpin", kvjax.unpin, ((ids,),))
+    backing = PagedBacking(LARGE, PAGE_SIZE, WIDE)  # its sizes reach no shape here
+    _, pinned, images = jax.eval_shape(save_pages, cache_shapes(SMALL, NARROW, "xla"), ids, ids)
+    yield Case("save pages", save_pages, (ids, ids))
+    yield Case("unpin saved pages", partial(unpin_pages, backing), (pinned,))
+    yield Case("restore pages", partial(restore_pages, backing), (per_row, ids, ids, images))
     yield Case("scan of lifecycles", partial(_scan, _lifecycle), (mask, per_row))
     beam = (per_row, tensors(ROWS), queries(ROWS))
     yield Case("scan of steps and beams", partial(_scan, _beam_step), beam)
