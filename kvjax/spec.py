@@ -14,6 +14,7 @@ import numpy as np
 from jax import dtypes
 
 from kvjax.architecture import read_architecture
+from kvjax.architecture.fields import MAX_LAYERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +156,8 @@ class CacheSpec:
     ) -> CacheSpec:
         """`layers` equal attention layers: MHA, GQA or MQA by `kv_heads`; `value_dim` defaults to `head_dim`."""
         _require_positive("layers", layers)
+        if layers > MAX_LAYERS:
+            raise ValueError(f"{layers=} must be at most {MAX_LAYERS}")
         tensors = (
             TensorSpec("k", kv_heads, head_dim, dtype),
             TensorSpec("v", kv_heads, head_dim if value_dim is None else value_dim, dtype),
@@ -190,7 +193,6 @@ class CacheSpec:
 
 FULL_ATTENTION_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
-
 def _real_dtype(tensor: str, dtype: Any) -> np.dtype:
     """The dtype as numpy knows it; ValueError unless jax would allocate just that, and it holds real numbers."""
     try:
@@ -205,5 +207,5 @@ def _real_dtype(tensor: str, dtype: Any) -> np.dtype:
 
 
 def _require_positive(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-        raise ValueError(f"{name}={value!r} must be a positive integer")
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
+        raise ValueError(f"{name}={value!r} must be a positive integer below 2**31")

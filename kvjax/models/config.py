@@ -45,6 +45,7 @@ class LlamaConfig:
     query_key_norm: bool = False
 
     def __post_init__(self) -> None:
+        self.cache_spec("float32")  # refuses layers, heads and widths that no cache has
         if self.heads % self.kv_heads:
             raise ValueError(f"heads={self.heads} must be a multiple of kv_heads={self.kv_heads}")
         if len(self.rope.frequencies) * 2 != self.head_dim:
@@ -68,8 +69,8 @@ class LlamaConfig:
         if config.get("hidden_act", "silu") != "silu":
             raise ValueError(f"config hidden_act={config['hidden_act']!r} is not supported; only 'silu' is")
         epsilon = config.get("rms_norm_eps")
-        if not isinstance(epsilon, float) or epsilon <= 0:
-            raise ValueError(f"config field 'rms_norm_eps' is {epsilon!r}; it must be a positive number")
+        if not isinstance(epsilon, float) or not 0 < epsilon < 1:
+            raise ValueError(f"config field 'rms_norm_eps' is {epsilon!r}; it must be a number between 0 and 1")
         heads, keys = config_integer(config, "num_attention_heads"), spec.groups[0].tensor("k")
         max_context = config_integer(config, "max_position_embeddings")
         bias = family in ("llama", "qwen3") and _flag(config, "attention_bias")

@@ -13,7 +13,7 @@ from kvjax.models.errors import ModelError
 from kvjax.models.gguf_file import GGUFFile, open_gguf
 from kvjax.models.gguf_tokenizer import tokenizer_from_gguf
 from kvjax.models.llama import LlamaModel
-from kvjax.models.loading import LoadedModel
+from kvjax.models.loading import LoadedModel, end_tokens
 from kvjax.models.rope import Rope, rope_from_config
 from kvjax.models.weights import load_parameters
 
@@ -42,13 +42,21 @@ def load_gguf(path: str | PathLike[str], dtype: str = "float32") -> LoadedModel:
     file = open_gguf(path)
     config = config_from_gguf(file)
     tokenizer = tokenizer_from_gguf(file.path, file.metadata)
-    ends = (file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot"))
     return LoadedModel(
         model=LlamaModel(config, dtype, load_parameters(config, dtype, GGUFCheckpoint(file, config))),
         tokenizer=tokenizer,
-        name=file.metadata.get("general.name", file.path.stem),
-        eos=tuple(dict.fromkeys(end for end in ends if end is not None)),
+        name=file.path.stem,
+        eos=_eos(file),
     )
+
+
+def _eos(file: GGUFFile) -> tuple[int, ...]:
+    """The end of a text and, where the file knows one, the end of a turn."""
+    found: list[int] = []
+    for field in ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id"):
+        if field in file.metadata:
+            found += end_tokens(file.path, field, [file.metadata[field]])
+    return tuple(dict.fromkeys(found))
 
 
 class GGUFCheckpoint:
@@ -99,8 +107,9 @@ def config_from_gguf(file: GGUFFile) -> LlamaConfig:
 
     def number(field: str, kind: type[int] | type[float] = int, default: Any = None) -> Any:
         value = file.metadata.get(f"llama.{field}", default)
-        if isinstance(value, bool) or not isinstance(value, kind) or value <= 0:
-            raise ModelError(file.path, f"field llama.{field} is {value!r}; it must be a positive {kind.__name__}")
+        if isinstance(value, bool) or not isinstance(value, kind) or not 0 < value < 2**31:
+            wanted = f"a positive {kind.__name__} below 2**31"
+            raise ModelError(file.path, f"field llama.{field} is {value!r}; it must be {wanted}")
         return value
 
     heads, width = number("attention.head_count"), number("embedding_length")
@@ -147,4 +156,6 @@ def _rope(file: GGUFFile, head_dim: int, theta: float) -> Rope:
     factors = file.read(ROPE_FACTORS)
     if factors.shape != (head_dim // 2,):
         raise ModelError(file.path, f"tensor {ROPE_FACTORS} has shape {factors.shape}, not {(head_dim // 2,)}")
+    if not (np.isfinite(factors) & (factors > 0)).all():
+        raise ModelError(file.path, f"tensor {ROPE_FACTORS} holds values that are no positive numbers")
     return Rope(tuple((np.asarray(rope.frequencies, np.float32) / factors).tolist()), rope.magnitude)

@@ -40,7 +40,7 @@ def tokenizer_from_gguf(path: Path, metadata: Mapping[str, Any]) -> Tokenizer:
         fields.refuse("model", f"is {kind!r}; only 'gpt2' (byte-level BPE) can be read")
     if (splitter := fields.get("pre", str)) not in SPLITTERS:
         fields.refuse("pre", f"is {splitter!r}; known: {', '.join(SPLITTERS)}")
-    tokens, kinds = fields.get("tokens", list), fields.get("token_type", list)
+    tokens, kinds = fields.texts("tokens"), fields.get("token_type", list)
     if len(kinds) != len(tokens):
         fields.refuse("token_type", f"has {len(kinds)} entries for {len(tokens)} tokens")
     backend = tokenizers.Tokenizer(_merger(fields, tokens, whole_words=splitter == "llama-bpe"))
@@ -66,9 +66,16 @@ class _Fields:
         value = self.metadata.get(prefix + name)
         if value is None and not optional:
             self.refuse(name, "is missing", prefix)
-        if value is not None and not isinstance(value, kind):
+        if value is not None and type(value) is not kind:  # metadata are plain values, and true is no integer
             self.refuse(name, f"is a {type(value).__name__}, not a {kind.__name__}", prefix)
         return value
+
+    def texts(self, name: str) -> list[str]:
+        values = self.get(name, list)
+        odd = [value for value in values if not isinstance(value, str)]
+        if odd:
+            self.refuse(name, f"holds {odd[0]!r}, which is no text")
+        return values
 
     def token(self, name: str, tokens: list[str]) -> tuple[str, int]:
         """(token, id) that the field `{name}_token_id` points to."""
@@ -79,7 +86,7 @@ class _Fields:
 
 
 def _merger(fields: _Fields, tokens: list[str], whole_words: bool) -> models.BPE:
-    merges: list[Any] = [tuple(merge.split(" ", 1)) for merge in fields.get("merges", list)]
+    merges: list[Any] = [tuple(merge.split(" ", 1)) for merge in fields.texts("merges")]
     try:
         vocabulary = {token: index for index, token in enumerate(tokens)}
         return models.BPE(vocabulary, merges, ignore_merges=whole_words)

@@ -14,11 +14,13 @@ from kvjax.models.config import LlamaConfig
 from kvjax.models.errors import ModelError
 from kvjax.models.json_file import read_object
 from kvjax.models.llama import LlamaModel
-from kvjax.models.loading import LoadedModel
+from kvjax.models.loading import LoadedModel, end_tokens
 from kvjax.models.tokenizer import tokenizer_from_directory
-from kvjax.models.weights import load_parameters
+from kvjax.models.weights import UNUSED, load_parameters
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+DTYPES = ("F64", "F32", "F16", "BF16")
+"""What weights may be stored as.  Integers and 8-bit floats mean little without the scales of their quantisation."""
 
 
 def load_huggingface(directory: str | PathLike[str], dtype: str = "float32") -> LoadedModel:
@@ -33,10 +35,9 @@ def load_huggingface(directory: str | PathLike[str], dtype: str = "float32") -> 
         shape = LlamaConfig.from_huggingface(config)
     except ValueError as error:
         raise ModelError(directory / "config.json", str(error)) from error
-    tokenizer = tokenizer_from_directory(directory)
+    tokenizer, eos = tokenizer_from_directory(directory), _eos(directory, config)
     parameters = load_parameters(shape, dtype, SafetensorsCheckpoint(directory))
-    model = LlamaModel(shape, dtype, parameters)
-    return LoadedModel(model, tokenizer, directory.resolve().name, _eos(directory, config))
+    return LoadedModel(LlamaModel(shape, dtype, parameters), tokenizer, directory.resolve().name, eos)
 
 
 class SafetensorsCheckpoint:
@@ -50,19 +51,29 @@ class SafetensorsCheckpoint:
             files = [directory / WEIGHTS]
         else:
             raise ModelError(directory, f"has neither {WEIGHTS} nor {INDEX}")
-        opened = {path: _open(path) for path in files}
-        self._owner = {name: path for path, file in opened.items() for name in file.keys()}  # noqa: SIM118
-        self._files = opened
+        self._files: dict[str, Any] = {}  # tensor name → the open file that holds it
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        for path in files:
+            self._add(path)
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return {name: tuple(self._files[path].get_slice(name).get_shape()) for name, path in self._owner.items()}
+        return self._shapes
 
     def own_name(self, name: str) -> str:
         return name
 
     def read(self, name: str) -> np.ndarray:
-        return self._files[self._owner[name]].get_tensor(name)
+        return self._files[name].get_tensor(name)
+
+    def _add(self, path: Path) -> None:
+        file = _open(path)
+        for name in file.keys():  # noqa: SIM118  it is no mapping
+            tensor = file.get_slice(name)
+            if tensor.get_dtype() not in DTYPES and not name.endswith(UNUSED):
+                known = ", ".join(DTYPES)
+                raise ModelError(path, f"tensor {name} has dtype {tensor.get_dtype()}, not supported; known: {known}")
+            self._files[name], self._shapes[name] = file, tuple(tensor.get_shape())
 
 
 def _shards(index: Path) -> list[Path]:
@@ -75,7 +86,7 @@ def _shards(index: Path) -> list[Path]:
 def _open(path: Path) -> Any:
     try:
         return safe_open(path, framework="numpy")
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, ValueError) as error:  # ValueError: a zero byte in the name
         raise ModelError(path, f"cannot be read as safetensors ({error})") from error
 
 
@@ -87,7 +98,4 @@ def _eos(directory: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
         if generation.get("eos_token_id") is not None:
             path, fields = directory / "generation_config.json", generation
     value = fields.get("eos_token_id")
-    ids = [] if value is None else value if isinstance(value, list) else [value]
-    if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
-        raise ModelError(path, f"field eos_token_id is {value!r}; it must be an integer or a list of integers")
-    return tuple(ids)
+    return end_tokens(path, "eos_token_id", [] if value is None else value if isinstance(value, list) else [value])

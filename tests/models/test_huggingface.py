@@ -1,6 +1,7 @@
 """Hugging Face directories: whole, split into shards, stored in other dtypes, and damaged."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -56,7 +57,7 @@ def test_end_tokens_may_be_a_list_and_generation_config_goes_first(directory):
     (directory / "generation_config.json").unlink()
     assert load(directory).eos == (0,)
     edit_config(directory, eos_token_id="</s>")
-    with pytest.raises(ModelError, match=r"config.json: field eos_token_id is '</s>'"):
+    with pytest.raises(ModelError, match=r"config.json: field eos_token_id holds '</s>'"):
         load(directory)
 
 
@@ -86,6 +87,14 @@ def test_weights_stored_in_16_bits_become_what_is_asked(directory, dtype):
     leaves = jax.tree.leaves(load(directory).model.parameters)
     assert {leaf.dtype for leaf in leaves} == {np.dtype(np.float32)}
     assert same_parameters(load(directory, dtype=np.dtype(dtype).name), load(directory))
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, np.int8, np.int32])
+def test_weights_stored_as_what_means_little_without_its_scales_are_refused(directory, dtype):
+    """An int8 tensor of the right shape would otherwise load as if its integers were the weights."""
+    edit(directory, **{Q_PROJ: np.ones((512, 24), dtype)})
+    with pytest.raises(ModelError, match=rf"model.safetensors: tensor {Q_PROJ} has dtype \w+, not supported"):
+        load(directory)
 
 
 def test_tied_embeddings_ignore_a_stored_copy(directory):
@@ -151,5 +160,8 @@ def test_a_bad_config_names_the_file_and_the_field(directory, text, message):
 def test_an_unknown_path_and_an_unknown_dtype(tmp_path):
     with pytest.raises(ModelError, match="nowhere: does not exist; give 'smollm2'"):
         load(tmp_path / "nowhere")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ModelError, match="pipe: is neither a file nor a directory"):
+        load(tmp_path / "pipe")
     with pytest.raises(ValueError, match="dtype='int4' is not supported"):
         load(FIXTURES / "tiny-llama", dtype="int4")

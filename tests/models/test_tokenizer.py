@@ -65,6 +65,24 @@ def test_a_directory_with_one(tmp_path):
         tokenizer_from_directory(tmp_path)
 
 
+def test_a_directory_with_named_templates(tmp_path):
+    Backend(models.WordLevel({"hello": 0})).save(str(tmp_path / "tokenizer.json"))
+    named = [{"name": "tools", "template": "no"}, {"name": "default", "template": "yes"}]
+    for template, rendered in ((named, "yes"), (named[:1], None)):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+        tokenizer = tokenizer_from_directory(tmp_path)
+        assert (None if tokenizer.chat_template is None else tokenizer.render_chat([])) == rendered
+
+
+def test_a_text_without_tokens_is_refused_in_words():
+    """The package raises plain Exception for it."""
+    tokenizer = Tokenizer(Backend(models.WordLevel({"hello": 0}, unk_token="[UNK]")), "{{ messages[0]['content'] }}")
+    with pytest.raises(ValueError, match=r"tokenizer does not take this text: WordLevel error: Missing \[UNK\]"):
+        tokenizer.encode("other")
+    with pytest.raises(ValueError, match="tokenizer does not take this text"):
+        tokenizer.encode_chat([{"content": "other"}])
+
+
 def chat(template: str) -> Tokenizer:
     return Tokenizer(Backend(models.BPE()), template, {"eos_token": "</s>"})
 
@@ -84,6 +102,10 @@ def test_templates_see_messages_and_special_tokens():
     [
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
         ("{% for %}", "does not take these messages"),
+        ("{{ 1 / 0 }}", "chat template fails: ZeroDivisionError: division by zero"),
+        ("{{ 'a' * 10 ** 20 }}", "chat template fails: OverflowError"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "chat template fails: RecursionError"),
+        ("{{ messages[0]['content'] + 1 }}", "does not take these messages"),
         ("{{ messages.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
         ("{% set _ = messages.append(1) %}", "unsafe"),
     ],
