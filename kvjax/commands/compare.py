@@ -32,10 +32,18 @@ class Divergence:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Tokens that were compared, and where runs parted; what follows a divergence is not compared."""
+    """What came of holding one run against another.
+
+    Attributes:
+      compared: tokens; what follows a divergence is not compared.
+      divergences: where runs parted.
+      failed: requests that ended with an error in one of the runs, out of pages for example.  What they got until then
+        is compared; that they got no more is no difference between the runs' tokens.
+    """
 
     compared: int
     divergences: tuple[Divergence, ...]
+    failed: tuple[int, ...] = ()
 
     @property
     def excused(self) -> int:
@@ -43,22 +51,24 @@ class Comparison:
 
     @property
     def equal(self) -> bool:
-        """Every token compared is equal, or excused."""
+        """Every token compared is equal, or excused; so it may be of requests that failed."""
         return self.excused == len(self.divergences)
 
 
 def compare(results: Sequence[Result], reference: Sequence[Result]) -> Comparison:
-    """Holds `results` against `reference`, request by request; of a cancelled one the tokens that it still got."""
-    compared, divergences = 0, []
+    """Holds `results` against `reference`, request by request; of one cut short the tokens that it still got."""
+    compared, divergences, failed = 0, [], []
     for index, (result, expected) in enumerate(zip(results, reference, strict=True)):
         length = min(len(result.tokens), len(expected.tokens))
         differs = [step for step in range(length) if result.tokens[step] != expected.tokens[step]]
-        cancelled = "cancelled" in (result.finish_reason, expected.finish_reason)
+        endings = {result.finish_reason, expected.finish_reason}
+        if "error" in endings:
+            failed.append(index)
         if differs:
             divergences.append(Divergence(index, differs[0], expected.margins[differs[0]]))
             compared += differs[0] + 1
             continue
         compared += length
-        if not cancelled and len(result.tokens) != len(expected.tokens):
+        if not endings & {"cancelled", "error"} and len(result.tokens) != len(expected.tokens):
             divergences.append(Divergence(index, length, float("inf")))
-    return Comparison(compared, tuple(divergences))
+    return Comparison(compared, tuple(divergences), tuple(failed))

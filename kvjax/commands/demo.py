@@ -9,12 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import jax
-import jaxlib
-
-from kvjax.commands.compare import NARROW_MARGIN, Comparison, compare
+from kvjax.commands.compare import compare
 from kvjax.commands.demo_prompts import QUESTIONS, SYSTEM
+from kvjax.commands.demo_report import report, verdict
 from kvjax.commands.errors import CommandError
+from kvjax.commands.files import check_writable, write_file
 from kvjax.commands.options import (
     add_cache_flags,
     add_model_flag,
@@ -22,10 +21,12 @@ from kvjax.commands.options import (
     choose_backing,
     load_model,
     make_engine,
-    one_line,
+    run_engine,
 )
+from kvjax.commands.output import say
 from kvjax.commands.table import metrics_table
-from kvjax.engine import Event, Metrics, PageMap, Request, Result, finite
+from kvjax.commands.text import one_line
+from kvjax.engine import Event, Metrics, PageMap, Request, Result
 
 if TYPE_CHECKING:
     from kvjax.models import LoadedModel
@@ -34,7 +35,8 @@ DESCRIPTION = """\
 Answer sixteen questions at once out of a paged KV cache, with a shared system prompt, a pool too small for all of them
 and three users who go away in the middle; then answer them again out of a contiguous cache and compare every token.
 
-Writes a picture of who owned which page when, and all figures as JSON.  The exit status is 1 if a token differs."""
+Writes a picture of who owned which page when, and all figures as JSON.  The exit status is 1 if a token differs or a
+request could not be served."""
 
 EXAMPLES = """\
 examples:
@@ -63,36 +65,48 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    for name in (options.png, options.json) if options.cache == "paged" else (options.json,):
-        _write(name, lambda path: path.open("a").close())  # now rather than after two minutes of work
+    paged_first = options.cache == "paged"
+    _check_files(options.png if paged_first else None, options.json)
+    other = "contiguous" if paged_first else "paged"
+    say(
+        f"{len(QUESTIONS)} questions to {options.model}, answered out of a {options.cache} cache, then out of a {other} "
+        "one; every token is compared.\nWith the built-in model on two CPU cores that takes about a minute."
+    )
     loaded = load_model(options.model)
-    prompts = _tokenise(loaded)
-    page_map = PageMap() if options.cache == "paged" else None
-    if options.cache == "paged" and options.num_pages is None:
+    prompts = _tokenise(options.model, loaded)
+    page_map = PageMap() if paged_first else None
+    if paged_first and options.num_pages is None:
         options = changed(options, num_pages=_tight_pool(options.page_size, prompts))
     served, metrics = _serve(options, loaded, prompts, cancelling=True, page_map=page_map)
-    other = "contiguous" if options.cache == "paged" else "paged"
     undisturbed = changed(options, cache=other, num_pages=None)
     expected, other_metrics = _serve(undisturbed, loaded, prompts, cancelling=False, page_map=None)
+
     comparison = compare(served, expected)
-
+    results, figures = {options.cache: served, other: expected}, {options.cache: metrics, other: other_metrics}
     _print_answers(served)
-    print()
-    print(metrics_table({options.cache: metrics, other: other_metrics}))
-    print()
+    say(f"\n{metrics_table(figures)}\n")
+    text = json.dumps(report(loaded.name, comparison, results, figures), indent=1, ensure_ascii=False) + "\n"
+    write_file(options.json, lambda path: path.write_text(text, encoding="utf-8"))
+    say(f"figures:  {options.json}")
+    say(verdict(comparison, results))
     if page_map is not None:
-        _write(options.png, lambda path: page_map.draw(path, title=f"Pages of {loaded.name} over time"))
-        print(f"page map: {options.png}")
-    report = _report(loaded, served, comparison, {options.cache: metrics, other: other_metrics})
-    _write(options.json, lambda path: path.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n"))
-    print(f"figures:  {options.json}")
-    print(_verdict(comparison, options.cache, other))
-    return 0 if comparison.equal and all(result.error is None for result in served) else 1
+        write_file(options.png, lambda path: page_map.draw(path, title=f"Pages of {loaded.name} over time"))
+        say(f"page map: {options.png}")
+    return 0 if comparison.equal and not comparison.failed else 1
 
 
-def _tokenise(loaded: LoadedModel) -> list[tuple[int, ...]]:
+def _check_files(png: str | None, figures: str) -> None:
+    """Refuses now, rather than after a minute of work, what could not be written then."""
+    if png is not None and Path(png).resolve() == Path(figures).resolve() and not Path(png).is_char_device():
+        raise CommandError(f"--png and --json are both {figures}; give them different files")
+    for name in (png, figures):
+        if name is not None:
+            check_writable(name)
+
+
+def _tokenise(model: str, loaded: LoadedModel) -> list[tuple[int, ...]]:
     if loaded.tokenizer is None:
-        raise CommandError(f"--model {loaded.name}: it has no tokenizer, and the demo speaks text; see kvjax generate")
+        raise CommandError(f"--model {model}: it has no tokenizer, and the demo speaks text; see kvjax generate")
     try:
         return [
             tuple(
@@ -103,7 +117,7 @@ def _tokenise(loaded: LoadedModel) -> list[tuple[int, ...]]:
             for question in QUESTIONS
         ]
     except ValueError as error:
-        raise CommandError(f"--model {loaded.name}: {one_line(error)}") from error
+        raise CommandError(f"--model {model}: {one_line(error)}") from error
 
 
 def _serve(
@@ -118,18 +132,19 @@ def _serve(
     from tqdm import tqdm
 
     prefix = _common_prefix(prompts)
+    options = changed(options, max_seqs=min(options.max_seqs, len(prompts)))
     backing = choose_backing(options, needs=[*_needs(prompts), len(prefix)], max_context=loaded.model.max_context)
     engine = make_engine(options, loaded, backing, smallest_bucket=16, page_map=page_map)
     try:
         engine.add_prefix(prefix)
     except ValueError as error:
-        raise CommandError(one_line(error)) from error
+        raise CommandError(f"--model {options.model}: the questions' shared beginning: {one_line(error)}") from error
     for prompt, question in zip(prompts, QUESTIONS, strict=True):
         engine.submit(Request(prompt, max_new_tokens=question.max_new_tokens, eos=loaded.eos))
 
     received = [0] * len(prompts)
     total = sum(question.max_new_tokens for question in QUESTIONS)
-    with tqdm(total=total, desc=f"{options.cache} cache", unit="token", file=sys.stderr) as bar:
+    with tqdm(total=total, desc=f"{options.cache} cache", unit="token", disable=sys.stderr is None) as bar:
 
         def follow(event: Event) -> None:
             received[event.id] += len(event.tokens)
@@ -141,7 +156,7 @@ def _serve(
                 bar.total -= question.max_new_tokens - received[event.id]
                 bar.set_postfix_str(f"{len(engine.results)} of {len(prompts)} done")
 
-        results = engine.run(follow)
+        results = run_engine(engine, follow)
     return results, engine.metrics()
 
 
@@ -166,51 +181,6 @@ def _tight_pool(page_size: int, prompts: Sequence[tuple[int, ...]]) -> int:
 
 def _print_answers(results: Sequence[Result]) -> None:
     for question, result in zip(QUESTIONS, results, strict=True):
-        print(f"\n[{result.id}] {question.text}")
+        say(f"\n[{result.id}] {question.text}")
         ending = {"cancelled": " … (cancelled)", "length": " …", "error": f" (error: {result.error})"}
-        print(f"    {one_line(result.text or '')}{ending.get(result.finish_reason, '')}")
-
-
-def _report(
-    loaded: LoadedModel, results: Sequence[Result], comparison: Comparison, runs: dict[str, Metrics]
-) -> dict[str, Any]:
-    return {
-        "model": loaded.name,
-        "command": sys.argv,
-        "versions": {"python": sys.version.split()[0], "jax": jax.__version__, "jaxlib": jaxlib.__version__},
-        "device": jax.devices()[0].device_kind,
-        "runs": {name: metrics.to_json() for name, metrics in runs.items()},
-        "comparison": {
-            "tokens_compared": comparison.compared,
-            "equal": comparison.equal,
-            "excused": comparison.excused,
-            "divergences": [
-                {"request": one.request, "step": one.step, "margin": finite(one.margin), "excused": one.excused}
-                for one in comparison.divergences
-            ],
-        },
-        "answers": [
-            {"question": question.text, "text": result.text, "finish_reason": result.finish_reason}
-            for question, result in zip(QUESTIONS, results, strict=True)
-        ],
-    }
-
-
-def _verdict(comparison: Comparison, cache: str, other: str) -> str:
-    if comparison.equal:
-        return (
-            f"equal: all {comparison.compared} tokens of the {cache} cache are those of the {other} cache "
-            f"({comparison.excused} divergences excused by a top-two margin below {NARROW_MARGIN:g})"
-        )
-    worst = [one for one in comparison.divergences if not one.excused]
-    places = ", ".join(f"request {one.request} at token {one.step} (margin {one.margin:.3g})" for one in worst)
-    return f"DIFFERENT: the {cache} and the {other} cache part at {places}"
-
-
-def _write(name: str, write: Any) -> None:
-    path = Path(name)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write(path)
-    except (OSError, RuntimeError) as error:
-        raise CommandError(f"{name}: {one_line(error)}") from error
+        say(f"    {one_line(result.text or '')}{ending.get(result.finish_reason, '')}")

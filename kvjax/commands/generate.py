@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvjax.commands import beams
+from kvjax.commands.answers import Answers, Form
+from kvjax.commands.errors import CommandError
+from kvjax.commands.interrupts import Interrupted
 from kvjax.commands.options import (
     add_cache_flags,
     add_model_flag,
@@ -16,13 +16,13 @@ from kvjax.commands.options import (
     choose_backing,
     load_model,
     make_engine,
-    one_line,
     real_number,
+    run_engine,
     some_text,
     whole_number,
 )
 from kvjax.commands.prompts import Prompt, check_text, read_prompts
-from kvjax.engine import Event, Request, Result
+from kvjax.engine import Event, Request
 
 if TYPE_CHECKING:
     from kvjax.models import LoadedModel
@@ -37,7 +37,6 @@ EXAMPLES = """\
 examples:
   kvjax generate --prompt "The capital of France is" --max-new-tokens 16
   kvjax generate --prompt "Write a haiku about pages." --chat --temperature 0.8 --top-p 0.95 --seed 7
-  kvjax generate --prompt "A haiku about rain:" --num-beams 4 --num-return-sequences 2
   kvjax generate --prompts prompts.jsonl --json > answers.jsonl
   kvjax generate --model ./my-llama --prompts ids.jsonl --json --num-pages 64 --page-size 16
 
@@ -45,7 +44,8 @@ a line of prompts.jsonl is {"prompt": "Once upon a time"} or {"prompt_ids": [1, 
 without a tokenizer.  With --json every line is answered, in the same order, by one line
   {"prompt": …, "prompt_ids": …, "token_ids": …, "text": …, "finish_reason": "stop"|"length"|"error"}
 A line that cannot be served has "error" beside it saying why; the others are answered all the same, and the exit
-status is 1."""
+status is 1.  Lines and answers are printed as they finish: Ctrl-C and SIGTERM lose nothing that is finished, say how
+many prompts were not answered, and exit with 130 or 143."""
 
 
 def add_parser(commands: Any) -> None:
@@ -67,11 +67,15 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON line a prompt")
     sampling = parser.add_argument_group("sampling")
     sampling.add_argument(
-        "--max-new-tokens", type=whole_number(1), default=64, metavar="N", help="at most (default: %(default)s)"
+        "--max-new-tokens",
+        type=whole_number(1, 2**31 - 1),
+        default=64,
+        metavar="N",
+        help="at most (default: %(default)s)",
     )
     sampling.add_argument(
         "--temperature",
-        type=real_number(0),
+        type=real_number(0, 1e6),
         default=0.0,
         metavar="T",
         help="0 is greedy; 1 the model's own distribution (default: 0)",
@@ -88,34 +92,24 @@ def add_parser(commands: Any) -> None:
     sampling.add_argument(
         "--stop", type=some_text, action="append", default=[], metavar="TEXT", help="end before it; may be repeated"
     )
-    beams.add_flags(parser)
     add_cache_flags(parser, num_pages_default="default: as many as never to preempt anybody")
 
 
 def run(options: argparse.Namespace) -> int:
     prompts = [check_text("--prompt", options.prompt)] if options.prompts is None else read_prompts(options.prompts)
-    loaded = load_model(options.model)
-    prompts = [_tokenise(prompt, loaded, chat=options.chat) for prompt in prompts]
-    if beams.asked_for(options):
-        return beams.run(options, loaded, prompts)
-    usable = [prompt for prompt in prompts if prompt.problem is None]
-    if loaded.tokenizer is None and options.stop:
-        return _fail(options, "--stop needs a tokenizer, and this model has none")
-    stream = options.prompts is None and not options.json
-    results = _serve(options, loaded, [prompt.ids or () for prompt in usable], stream=stream)
-    answers: dict[str, Result] = {prompt.source: result for prompt, result in zip(usable, results, strict=True)}
-    failed = 0
-    for prompt in prompts:
-        result = answers.get(prompt.source)
-        problem = prompt.problem if result is None else result.error
-        if problem is not None:
-            failed += 1
-            _fail(options, f"{prompt.source}: {one_line(problem)}")
-        if options.json:
-            print(json.dumps(_record(prompt, result, problem), ensure_ascii=False), flush=True)
-        elif result is not None and not stream:
-            print(f"--- {prompt.source} ({result.finish_reason})\n{_readable(result)}", flush=True)
-    return 1 if failed else 0
+    form: Form = "json" if options.json else "stream" if options.prompts is None else "text"
+    answers = Answers(options.command, len(prompts), form)
+    try:
+        loaded = load_model(options.model)
+        if loaded.tokenizer is None and options.stop:
+            raise CommandError("--stop needs a tokenizer, and this model has none")
+        _serve(options, loaded, [_tokenise(prompt, loaded, chat=options.chat) for prompt in prompts], answers)
+    except Interrupted as interrupt:
+        interrupt.note = f"{answers.unanswered} of {len(prompts)} prompts not answered"
+        raise
+    finally:
+        answers.close()
+    return 1 if answers.failed else 0
 
 
 def _tokenise(prompt: Prompt, loaded: LoadedModel, *, chat: bool) -> Prompt:
@@ -135,55 +129,45 @@ def _tokenise(prompt: Prompt, loaded: LoadedModel, *, chat: bool) -> Prompt:
     return Prompt(prompt.source, prompt.text, tuple(ids), problem)
 
 
-def _serve(
-    options: argparse.Namespace, loaded: LoadedModel, prompts: Sequence[tuple[int, ...]], *, stream: bool
-) -> list[Result]:
-    """A result for each prompt, in order."""
-    if not prompts:
-        return []
-    options = changed(options, max_seqs=min(options.max_seqs, len(prompts)))
-    needs = [len(prompt) + options.max_new_tokens for prompt in prompts]
+def _serve(options: argparse.Namespace, loaded: LoadedModel, prompts: Sequence[Prompt], answers: Answers) -> None:
+    """Settles every prompt."""
+    usable: list[int] = []
+    for index, prompt in enumerate(prompts):
+        if prompt.problem is None:
+            usable.append(index)
+        else:
+            answers.settle(index, prompt, None)
+    if not usable:
+        return
+    options = changed(options, max_seqs=min(options.max_seqs, len(usable)))
+    requests = [_request(options, loaded, prompts[index].ids or ()) for index in usable]
+    needs = [len(request.prompt) + request.max_new_tokens for request in requests]
     backing = choose_backing(options, needs=needs, max_context=loaded.model.max_context)
     engine = make_engine(options, loaded, backing, max_prefixes=0)
-    for prompt in prompts:
-        engine.submit(
-            Request(
-                prompt,
-                max_new_tokens=options.max_new_tokens,
-                temperature=options.temperature,
-                top_k=options.top_k,
-                top_p=options.top_p,
-                seed=options.seed,
-                stop=tuple(options.stop),
-                eos=loaded.eos,
-            )
-        )
-    return engine.run(_print_piece if stream else None)
+    index_of = dict(zip((engine.submit(request) for request in requests), usable, strict=True))
+
+    def follow(event: Event) -> None:
+        answers.piece(event.text)
+        if event.result is not None:
+            answers.settle(index_of[event.id], prompts[index_of[event.id]], event.result)
+
+    answers.show_progress()
+    try:
+        run_engine(engine, follow)
+    finally:
+        # An interrupt can come between a request's end and the telling of it.
+        for number, result in engine.results.items():
+            answers.settle(index_of[number], prompts[index_of[number]], result)
 
 
-def _print_piece(event: Event) -> None:
-    """Shows the only request's text as it comes."""
-    if event.text:
-        print(event.text, end="", flush=True)
-    if event.result is not None and event.result.error is None:
-        print("" if event.result.text is not None else _readable(event.result), flush=True)
-
-
-def _readable(result: Result) -> str:
-    return " ".join(map(str, result.tokens)) if result.text is None else result.text
-
-
-def _record(prompt: Prompt, result: Result | None, problem: str | None) -> dict[str, Any]:
-    record: dict[str, Any] = {
-        "prompt": prompt.text,
-        "prompt_ids": None if prompt.ids is None else list(prompt.ids),
-        "token_ids": [] if result is None else list(result.tokens),
-        "text": None if result is None else result.text,
-        "finish_reason": "error" if result is None else result.finish_reason,
-    }
-    return record if problem is None else record | {"error": problem}
-
-
-def _fail(options: argparse.Namespace, message: str) -> int:
-    print(f"kvjax {options.command}: error: {message}", file=sys.stderr)
-    return 1
+def _request(options: argparse.Namespace, loaded: LoadedModel, prompt: tuple[int, ...]) -> Request:
+    return Request(
+        prompt,
+        max_new_tokens=options.max_new_tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        seed=options.seed,
+        stop=tuple(options.stop),
+        eos=loaded.eos,
+    )

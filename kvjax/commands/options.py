@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from kvjax.commands.errors import CommandError
-from kvjax.engine import Backing, ContiguousBacking, Engine, PagedBacking
+from kvjax.commands.text import one_line
+from kvjax.engine import Backing, ContiguousBacking, Engine, Event, PagedBacking, Result
 
 if TYPE_CHECKING:
     from kvjax.models import LoadedModel
 
 
-def whole_number(least: int, most: int | None = None) -> Callable[[str], int]:
+def whole_number(least: int, most: int) -> Callable[[str], int]:
     """An argparse type: integers from `least` to `most`."""
 
     def parse(text: str) -> int:
@@ -24,9 +25,8 @@ def whole_number(least: int, most: int | None = None) -> Callable[[str], int]:
             value = int(text)
         except ValueError:
             value = least - 1
-        if value < least or (most is not None and value > most):
-            upper = "" if most is None else f" and at most {most}"
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}{upper}")
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} to {most}")
         return value
 
     return parse
@@ -60,6 +60,7 @@ def add_model_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         default="smollm2",
+        type=some_text,
         metavar="smollm2|DIR|FILE.gguf",
         help="the built-in SmolLM2-135M-Instruct, a Hugging Face directory, or a GGUF file (default: smollm2)",
     )
@@ -68,30 +69,39 @@ def add_model_flag(parser: argparse.ArgumentParser) -> None:
 def add_cache_flags(parser: argparse.ArgumentParser, *, num_pages_default: str, burst: int = 16) -> None:
     """Flags of the cache and of batching."""
     group = parser.add_argument_group("cache and batching (these change speed and memory, never a token)")
-    positive = whole_number(1)
     group.add_argument(
         "--cache",
         choices=("paged", "contiguous"),
         default="paged",
         help="pages on demand, or one fixed span a request (default: paged)",
     )
-    group.add_argument("--num-pages", type=positive, metavar="N", help=f"pages in the pool ({num_pages_default})")
     group.add_argument(
-        "--page-size", type=positive, default=16, metavar="P", help="token positions a page (default: %(default)s)"
+        "--num-pages", type=whole_number(1, 2**31 - 1), metavar="N", help=f"pages in the pool ({num_pages_default})"
     )
     group.add_argument(
-        "--max-seqs", type=positive, default=16, metavar="B", help="requests that run at once (default: %(default)s)"
+        "--page-size",
+        type=whole_number(1, 2**20),
+        default=16,
+        metavar="P",
+        help="token positions a page (default: %(default)s)",
+    )
+    group.add_argument(
+        "--max-seqs",
+        type=whole_number(1, 2**16),
+        default=16,
+        metavar="B",
+        help="requests that run at once (default: %(default)s)",
     )
     group.add_argument(
         "--chunk",
-        type=positive,
+        type=whole_number(1, 2**20),
         default=64,
         metavar="T",
         help="tokens of a step in which prompts are read (default: %(default)s)",
     )
     group.add_argument(
         "--burst",
-        type=positive,
+        type=whole_number(1, 2**16),
         default=burst,
         metavar="N",
         help="decode steps in one device call (default: %(default)s)",
@@ -112,6 +122,8 @@ def load_model(name: str) -> LoadedModel:
         raise CommandError(f"running models needs {error.name}: pip install 'kvjax[demo]'") from error
     except (ValueError, OSError) as error:
         raise CommandError(f"--model {one_line(error)}") from error
+    except (MemoryError, jax.errors.JaxRuntimeError) as error:
+        raise CommandError(f"--model {name}: there is no room for it: {one_line(error)}") from error
 
 
 def choose_backing(options: argparse.Namespace, *, needs: Sequence[int], max_context: int) -> Backing:
@@ -124,14 +136,15 @@ def choose_backing(options: argparse.Namespace, *, needs: Sequence[int], max_con
 
     Without --num-pages a pool in which the largest `max_seqs` requests fit together, so that none is ever preempted.
     """
-    longest = max(needs, default=1)
+    # Tables and spans as long as anybody needs: what a model's files say of its context may be more than any memory.
+    context = min(max_context, max(needs, default=1))
     if options.cache == "contiguous":
         if options.num_pages is not None:
             raise CommandError("--num-pages sizes the pool of a paged cache; leave it out with --cache contiguous")
-        return ContiguousBacking(rows=options.max_seqs, max_context=min(max_context, longest))
+        return ContiguousBacking(rows=options.max_seqs, max_context=context)
     together = sorted(needs, reverse=True)[: options.max_seqs]
-    enough = sum(-(-min(need, max_context) // options.page_size) for need in together)
-    return PagedBacking(options.num_pages or max(1, enough), options.page_size, max_context)
+    enough = sum(-(-min(need, context) // options.page_size) for need in together)
+    return PagedBacking(options.num_pages or max(1, enough), options.page_size, context)
 
 
 def make_engine(options: argparse.Namespace, loaded: LoadedModel, backing: Backing, **settings: Any) -> Engine:
@@ -155,11 +168,14 @@ def make_engine(options: argparse.Namespace, loaded: LoadedModel, backing: Backi
         raise CommandError(f"the cache cannot be made: {one_line(error)}") from error
 
 
+def run_engine(engine: Engine, on_event: Callable[[Event], None]) -> list[Result]:
+    """`engine.run`; CommandError if the device fails, by want of memory most of all."""
+    try:
+        return engine.run(on_event)
+    except jax.errors.JaxRuntimeError as error:
+        raise CommandError(f"the device failed: {one_line(error)}") from error
+
+
 def changed(options: argparse.Namespace, **changes: Any) -> argparse.Namespace:
     """The same options but for `changes`."""
     return argparse.Namespace(**(vars(options) | changes))
-
-
-def one_line(error: object) -> str:
-    """A message without line breaks."""
-    return " ".join(str(error).split())

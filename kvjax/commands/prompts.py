@@ -9,6 +9,8 @@ from typing import Any
 
 from kvjax.commands.errors import CommandError
 
+KEYS = ("prompt", "prompt_ids")
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
@@ -43,11 +45,23 @@ def read_prompts(path: str) -> list[Prompt]:
     return prompts
 
 
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; ValueError where a key comes twice, of which Python would keep the last."""
+    entry: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in entry:
+            raise ValueError(f"the key {key!r} comes twice")
+        entry[key] = value
+    return entry
+
+
 def _parse(source: str, line: bytes) -> Prompt:
     try:
-        entry = json.loads(line)
+        entry = json.loads(line, object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:  # of JSON and of UTF-8; nested too deeply
         return Prompt(source, problem=f"is not JSON ({error})")
+    if isinstance(entry, dict) and (unknown := [key for key in entry if key not in KEYS]):
+        return Prompt(source, problem=f"has the unknown key {unknown[0]!r}; known: {', '.join(KEYS)}")
     if not isinstance(entry, dict) or ("prompt" in entry) == ("prompt_ids" in entry):
         return Prompt(source, problem='must be an object with either "prompt" or "prompt_ids"')
     if "prompt" in entry:
