@@ -8,7 +8,7 @@ import pytest
 
 from kvjax import cli
 from kvjax.commands.compare import compare
-from kvjax.engine import Request, Result
+from kvjax.engine import Engine, PageMap, Request, Result
 from kvjax.models import LoadedModel
 from tests.engine.conftest import compile_once  # noqa: F401  compiled steps are kept here too
 from tests.engine.tiny_model import VOCABULARY, TinyModel, reference_tokens
@@ -132,7 +132,10 @@ def test_a_bad_line_is_named_and_the_others_are_answered(run, tiny, tmp_path):
     bad = {
         "{not json": "is not JSON",
         "[1, 2]": "must be an object",
-        '{"text": "the"}': 'either "prompt" or "prompt_ids"',
+        "{}": 'either "prompt" or "prompt_ids"',
+        '{"text": "the"}': "has the unknown key 'text'; known: prompt, prompt_ids",
+        '{"prompt": "the", "max_tokens": 5}': "has the unknown key 'max_tokens'",
+        '{"prompt": "the", "prompt": "a"}': "the key 'prompt' comes twice",
         '{"prompt": "the", "prompt_ids": [1]}': 'either "prompt" or "prompt_ids"',
         '{"prompt": ""}': "not empty",
         '{"prompt": 7}': "must be a text",
@@ -184,15 +187,25 @@ def test_a_model_without_a_tokenizer_takes_ids(run, model, monkeypatch, tmp_path
 @pytest.mark.parametrize(
     "flags, complaint",
     [
-        (["--num-pages", 0], "argument --num-pages: '0' is not a whole number of at least 1"),
-        (["--page-size", 0], "argument --page-size: '0' is not a whole number of at least 1"),
+        (["--num-pages", 0], "argument --num-pages: '0' is not a whole number from 1 to 2147483647"),
+        (["--page-size", 0], "argument --page-size: '0' is not a whole number from 1 to 1048576"),
         (["--page-size", "many"], "argument --page-size: 'many' is not"),
         (["--max-seqs", 0], "argument --max-seqs"),
         (["--max-new-tokens", 0], "argument --max-new-tokens"),
         (["--temperature", -1], "argument --temperature: '-1' is not a number of at least 0"),
         (["--temperature", "nan"], "argument --temperature"),
         (["--top-p", 0], "argument --top-p: '0' is not a number above 0 and at most 1"),
-        (["--seed", 2**32], "argument --seed"),
+        (["--num-pages", 2**31], "argument --num-pages: '2147483648' is not a whole number from 1 to 2147483647"),
+        (["--page-size", 10**10], "from 1 to 1048576"),
+        (["--max-seqs", 10**10], "from 1 to 65536"),
+        (["--chunk", 10**10], "from 1 to 1048576"),
+        (["--burst", 10**10], "argument --burst: '10000000000' is not a whole number from 1 to 65536"),
+        (["--max-new-tokens", 10**10], "from 1 to 2147483647"),
+        (["--top-k", 10**10], "from 0 to 2147483647"),
+        (["--temperature", 1e300], "at most 1e+06"),
+        (["--seed", 2**32], "argument --seed: '4294967296' is not a whole number from 0 to 4294967295"),
+        (["--model", ""], "argument --model: the text is empty"),
+        (["--two\nlines"], "unrecognized arguments: --two lines"),
         (["--stop", ""], "argument --stop: the text is empty"),
         (["--chat", "--raw"], "not allowed with"),
         (["--prompts", "x"], "not allowed with"),
@@ -237,8 +250,8 @@ def test_a_missing_package_says_what_to_install(run, monkeypatch):
 
 
 def test_sizes_that_no_cache_can_have_are_one_line(run, tiny):
-    status, out, err = run("generate", "--prompt", "the", "--num-pages", 2**31)
-    assert (status, out, len(err)) == (1, [], 1) and "num_pages=2147483648" in err[0]
+    status, out, err = run("generate", "--prompt", "the", "--num-pages", 2**31 - 1)
+    assert (status, out, len(err)) == (1, [], 1) and "num_pages=2147483647" in err[0]
     status, out, err = run("generate", "--prompt", "the", "--num-pages", 4, "--cache", "contiguous")
     assert (status, out, len(err)) == (1, [], 1) and "--num-pages" in err[0]
 
@@ -271,6 +284,15 @@ def test_runs_are_compared_up_to_the_first_narrow_margin():
     ]
 
 
+def test_a_request_that_failed_is_no_difference_between_runs():
+    reference = [result([1, 2, 3]), result([4, 5, 6]), result([7])]
+    runs = [result([1, 2], reason="error"), result([4, 5, 6]), result([], reason="error")]
+    comparison = compare(runs, reference)
+    assert comparison.equal and (comparison.compared, comparison.failed) == (2 + 3, (0, 2))
+    assert compare(reference, runs).failed == (0, 2)
+    assert not compare([result([1, 9], reason="error"), *runs[1:]], reference).equal
+
+
 def demo(run, tmp_path, *flags):
     status, out, err = run("demo", "--png", tmp_path / "a" / "map.png", "--json", tmp_path / "figures.json", *flags)
     return status, out, err, json.loads((tmp_path / "figures.json").read_text())
@@ -279,7 +301,8 @@ def demo(run, tmp_path, *flags):
 def test_the_demo_shows_pages_at_work(run, tiny, tmp_path):
     status, out, err, report = demo(run, tmp_path)
     text = "\n".join(out)
-    assert status == 0 and out[-1].startswith("equal: ")
+    assert status == 0 and any(line.startswith("equal: ") for line in out)
+    assert out[0].startswith("16 questions to smollm2") and "about a minute" in out[1]
     paged, contiguous = report["runs"]["paged"], report["runs"]["contiguous"]
     assert paged["finished"] == {"cancelled": 3, "length": 13} and contiguous["finished"] == {"length": 16}
     assert paged["preemptions"] > 0 and paged["copies_on_write"] > 0
@@ -301,13 +324,47 @@ def test_the_demo_shows_pages_at_work(run, tiny, tmp_path):
 def test_a_demo_whose_caches_disagree_fails(run, tiny, tmp_path, monkeypatch):
     monkeypatch.setattr("kvjax.cache.copy_pages", lambda pool, *_: pool)
     status, out, _, report = demo(run, tmp_path)
-    assert status == 1 and out[-1].startswith("DIFFERENT: ") and not report["comparison"]["equal"]
+    assert status == 1 and any(line.startswith("DIFFERENT: ") for line in out) and not report["comparison"]["equal"]
+
+
+def test_a_demo_that_cannot_serve_a_request_is_incomplete_and_not_different(run, tiny, tmp_path, monkeypatch):
+    """One request ends with an error; the picture fails too, after all that is known has been said and written."""
+    add = Engine.submit
+
+    def submit(engine, request):
+        number = add(engine, request)
+        if number == 2:
+            generation = engine._scheduler.waiting.pop()
+            engine._tell(generation, "error", error="the cache is\nfull")
+        return number
+
+    def draw(page_map, path, title):
+        assert title == "Pages of tiny over time"
+        path.write_text("half a picture")
+        raise RuntimeError("no matplotlib")
+
+    monkeypatch.setattr(Engine, "submit", submit)
+    monkeypatch.setattr(PageMap, "draw", draw)
+    status, out, err, report = demo(run, tmp_path)
+    assert status == 1 and report["comparison"]["failed"] == [2] and report["comparison"]["equal"]
+    assert out[-1].startswith("INCOMPLETE: 1 of 16 requests ended with an error; first request 2 of the paged cache: ")
+    assert "the cache is full; as far as they went, all " in out[-1]
+    assert err[-1] == f"kvjax demo: error: {tmp_path / 'a' / 'map.png'}: no matplotlib"
+    assert list((tmp_path / "a").iterdir()) == []
+
+
+def test_a_demo_of_which_both_files_are_one_is_refused(run, tiny, tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    status, _, err = run("demo", "--png", tmp_path / "file", "--json", tmp_path / "link")
+    assert status == 1 and len(err) == 1 and "--png and --json are both" in err[0]
 
 
 def test_a_demo_on_a_pool_that_cannot_hold_its_system_prompt_says_so(run, tiny, tmp_path):
     flags = ("--png", tmp_path / "map.png", "--json", tmp_path / "figures.json", "--num-pages", 2)
     status, _, err = run("demo", *flags)
-    assert status == 1 and len(err) == 1 and "does not fit the cache of 2 pages" in err[0]
+    assert status == 1 and "does not fit the cache of 2 pages" in err[-1]
+    assert err[-1].startswith("kvjax demo: error: --model smollm2: ")
+    assert list(tmp_path.iterdir()) == []  # no empty files
 
 
 def test_a_demo_that_cannot_write_says_where(run, tiny, tmp_path):

@@ -87,9 +87,11 @@ def test_answers_are_printed_as_they_end(run, tiny, prompts, monkeypatch):  # no
     monkeypatch.setattr(Engine, "step", lambda engine: (log.append("."), step(engine))[1])
     monkeypatch.setattr(answers, "say_json", lambda record: log.append(str(len(record["prompt_ids"]))))
     monkeypatch.setattr(answers, "say", lambda text, end="\n": log.append(text.split(" ")[1].rpartition(":")[2]))
-    run("generate", "--prompts", prompts, "--json", *BATCH)
-    printed = "".join(log).strip(".")
-    assert printed.replace(".", "") == "160111" and printed.count(".") > 2  # the first in the file goes first
+    short_first = prompts.with_name("short_first.jsonl")
+    short_first.write_text("".join([(entries := prompts.read_text().splitlines(True))[1], entries[0], *entries[2:]]))
+    run("generate", "--prompts", short_first, "--json", *BATCH)
+    first, *others = [part for part in "".join(log).split(".") if part]
+    assert (first, others) == ("1", ["16011"])  # the third and fourth wait for the second
     log.clear()
     run("generate", "--prompts", prompts, *BATCH)
     printed = "".join(log).strip(".")
@@ -116,27 +118,25 @@ def test_a_signal_that_is_ignored_stays_ignored():
     assert signal.signal(signal.SIGINT, signal.SIG_DFL) is signal.SIG_IGN
 
 
-@pytest.mark.parametrize("arguments", [("--help",), ("generate", "--prompt", "the cache", *SMALL)])
-def test_output_that_cannot_be_written(run, tiny, monkeypatch, arguments):  # noqa: F811
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["generate", "--help"]])
+def test_help_that_cannot_be_written(capsys, monkeypatch, arguments):
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stdout", full)
-        assert cli.main([str(one) for one in arguments]) == 1
+        assert cli.main(arguments) == 1
         full.flush()  # nothing is left that the end of the program would fail to write
-        monkeypatch.undo()
-    monkeypatch.setattr("kvjax.models.load", lambda name: tiny)
-    monkeypatch.setattr(sys, "stdout", None)
-    assert cli.main([str(one) for one in arguments]) == 1
+    assert capsys.readouterr().err == "kvjax: error: standard output: No space left on device\n"
 
 
-def test_what_is_said_of_output_that_cannot_be_written(tiny, capsys, monkeypatch):  # noqa: F811
+def test_answers_that_cannot_be_written(tiny, capsys, monkeypatch):  # noqa: F811
+    arguments = ["generate", "--prompt", "the cache", *map(str, SMALL)]
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stdout", full)
-        assert cli.main(["--version"]) == 1
+        assert cli.main(arguments) == 1
     monkeypatch.setattr(sys, "stdout", None)
-    assert cli.main(["--version"]) == 1
+    assert cli.main(arguments) == 1
     assert capsys.readouterr().err.splitlines() == [
-        "kvjax: error: standard output: No space left on device",
-        "kvjax: error: standard output is closed",
+        "kvjax generate: error: standard output: No space left on device",
+        "kvjax generate: error: standard output is closed",
     ]
 
 

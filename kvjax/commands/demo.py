@@ -69,8 +69,8 @@ def run(options: argparse.Namespace) -> int:
     _check_files(options.png if paged_first else None, options.json)
     other = "contiguous" if paged_first else "paged"
     say(
-        f"{len(QUESTIONS)} questions to {options.model}, answered out of a {options.cache} cache, then out of a {other} "
-        "one; every token is compared.\nWith the built-in model on two CPU cores that takes about a minute."
+        f"{len(QUESTIONS)} questions to {options.model}, answered out of a {options.cache} cache, then out of a "
+        f"{other} one; every token is compared.\nWith the built-in model on two CPU cores that takes about a minute."
     )
     loaded = load_model(options.model)
     prompts = _tokenise(options.model, loaded)

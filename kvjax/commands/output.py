@@ -1,4 +1,4 @@
-"""What commands print: at once, in what the stream can show; a stream that cannot be written is an error of one line."""
+"""What commands print: at once, in what the stream can show; one that cannot be written is an error of one line."""
 
 from __future__ import annotations
 
