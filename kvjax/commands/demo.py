@@ -78,15 +78,15 @@ def run(options: argparse.Namespace) -> int:
     if paged_first and options.num_pages is None:
         options = changed(options, num_pages=_tight_pool(options.page_size, prompts))
     served, metrics = _serve(options, loaded, prompts, cancelling=True, page_map=page_map)
+    _print_answers(served)
     undisturbed = changed(options, cache=other, num_pages=None)
     expected, other_metrics = _serve(undisturbed, loaded, prompts, cancelling=False, page_map=None)
 
     comparison = compare(served, expected)
     results, figures = {options.cache: served, other: expected}, {options.cache: metrics, other: other_metrics}
-    _print_answers(served)
     say(f"\n{metrics_table(figures)}\n")
     text = json.dumps(report(loaded.name, comparison, results, figures), indent=1, ensure_ascii=False) + "\n"
-    write_file(options.json, lambda path: path.write_text(text, encoding="utf-8"))
+    write_file(options.json, lambda path: path.write_text(text, "utf-8", errors="backslashreplace"))
     say(f"figures:  {options.json}")
     say(verdict(comparison, results))
     if page_map is not None:

@@ -12,6 +12,7 @@ import jax
 from kvjax.commands.errors import CommandError
 from kvjax.commands.text import one_line
 from kvjax.engine import Backing, ContiguousBacking, Engine, Event, PagedBacking, Result
+from kvjax.engine.executables import power_of_two
 
 if TYPE_CHECKING:
     from kvjax.models import LoadedModel
@@ -134,9 +135,9 @@ def choose_backing(options: argparse.Namespace, *, needs: Sequence[int], max_con
       needs: the most tokens each request can come to hold.
       max_context: of the model.
 
-    Without --num-pages a pool in which the largest `max_seqs` requests fit together, so that none is ever preempted.
+    Tables and spans are as long as these need: a model's files may speak of a context that no memory holds.  Without
+    --num-pages the pool has room for the largest `max_seqs` requests together, so that none is ever preempted.
     """
-    # Tables and spans as long as anybody needs: what a model's files say of its context may be more than any memory.
     context = min(max_context, max(needs, default=1))
     if options.cache == "contiguous":
         if options.num_pages is not None:
@@ -144,7 +145,8 @@ def choose_backing(options: argparse.Namespace, *, needs: Sequence[int], max_con
         return ContiguousBacking(rows=options.max_seqs, max_context=context)
     together = sorted(needs, reverse=True)[: options.max_seqs]
     enough = sum(-(-min(need, context) // options.page_size) for need in together)
-    return PagedBacking(options.num_pages or max(1, enough), options.page_size, context)
+    width = min(max_context, power_of_two(context))  # of few sizes: a compiled step is for one
+    return PagedBacking(options.num_pages or max(1, enough), options.page_size, width)
 
 
 def make_engine(options: argparse.Namespace, loaded: LoadedModel, backing: Backing, **settings: Any) -> Engine:
