@@ -3,12 +3,14 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 from kvjax import cli
 from kvjax.commands.compare import compare
-from kvjax.engine import Engine, PageMap, Request, Result
+from kvjax.commands.demo_report import verdict
+from kvjax.engine import PageMap, Request, Result
 from kvjax.models import LoadedModel
 from tests.engine.conftest import compile_once  # noqa: F401  compiled steps are kept here too
 from tests.engine.tiny_model import VOCABULARY, TinyModel, reference_tokens
@@ -322,35 +324,29 @@ def test_the_demo_shows_pages_at_work(run, tiny, tmp_path):
 
 
 def test_a_demo_whose_caches_disagree_fails(run, tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr("kvjax.cache.copy_pages", lambda pool, *_: pool)
-    status, out, _, report = demo(run, tmp_path)
-    assert status == 1 and any(line.startswith("DIFFERENT: ") for line in out) and not report["comparison"]["equal"]
-
-
-def test_a_demo_that_cannot_serve_a_request_is_incomplete_and_not_different(run, tiny, tmp_path, monkeypatch):
-    """One request ends with an error; the picture fails too, after all that is known has been said and written."""
-    add = Engine.submit
-
-    def submit(engine, request):
-        number = add(engine, request)
-        if number == 2:
-            generation = engine._scheduler.waiting.pop()
-            engine._tell(generation, "error", error="the cache is\nfull")
-        return number
+    """All that is known has been said and written when the picture fails in its turn, of which nothing is left."""
 
     def draw(page_map, path, title):
         assert title == "Pages of tiny over time"
         path.write_text("half a picture")
         raise RuntimeError("no matplotlib")
 
-    monkeypatch.setattr(Engine, "submit", submit)
+    monkeypatch.setattr("kvjax.cache.copy_pages", lambda pool, *_: pool)
     monkeypatch.setattr(PageMap, "draw", draw)
     status, out, err, report = demo(run, tmp_path)
-    assert status == 1 and report["comparison"]["failed"] == [2] and report["comparison"]["equal"]
-    assert out[-1].startswith("INCOMPLETE: 1 of 16 requests ended with an error; first request 2 of the paged cache: ")
-    assert "the cache is full; as far as they went, all " in out[-1]
+    assert status == 1 and out[-1].startswith("DIFFERENT: ") and not report["comparison"]["equal"]
     assert err[-1] == f"kvjax demo: error: {tmp_path / 'a' / 'map.png'}: no matplotlib"
     assert list((tmp_path / "a").iterdir()) == []
+
+
+def test_a_demo_that_could_not_serve_everybody_is_incomplete_and_not_different():
+    broken = replace(result([1, 2], reason="error"), id=2, error="the cache is\nfull")
+    runs = {"paged": [result([1, 2, 3]), broken], "contiguous": [result([1, 2, 3]), result([1, 2, 3])]}
+    said = verdict(compare(*runs.values()), runs)
+    assert said.startswith("INCOMPLETE: 1 of 16 requests ended with an error; first request 2 of the paged cache: ")
+    assert "the cache is full; as far as they went, all 5 tokens of the paged cache are those of the contig" in said
+    wrong = {**runs, "contiguous": [result([1, 9, 3]), result([1, 2, 3])]}
+    assert verdict(compare(*wrong.values()), wrong).startswith("DIFFERENT: ")
 
 
 def test_a_demo_of_which_both_files_are_one_is_refused(run, tiny, tmp_path):
