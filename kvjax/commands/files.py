@@ -24,9 +24,9 @@ def check_writable(name: str) -> None:
 
 
 def write_file(name: str, write: Callable[[Path], object], *, keep: bool = True) -> None:
-    """Has `write` write a file beside `name`, which takes its place when it is whole; so does an error leave nothing.
+    """Has `write` write a file beside `name`, which takes that place when it is whole; an error leaves nothing behind.
 
-    A device or a pipe is written directly.
+    A device or a pipe is written directly.  Without `keep` the file is only tried out.
 
     Raises:
       CommandError: it cannot be written; names the file.

@@ -22,7 +22,7 @@ from kvjax.commands.options import (
     whole_number,
 )
 from kvjax.commands.prompts import Prompt, check_text, read_prompts
-from kvjax.engine import Event, Request
+from kvjax.engine import Event, Request, Result
 
 if TYPE_CHECKING:
     from kvjax.models import LoadedModel
@@ -146,18 +146,22 @@ def _serve(options: argparse.Namespace, loaded: LoadedModel, prompts: Sequence[P
     engine = make_engine(options, loaded, backing, max_prefixes=0)
     index_of = dict(zip((engine.submit(request) for request in requests), usable, strict=True))
 
+    def settle(result: Result) -> None:
+        index = index_of[result.id]
+        answers.settle(index, prompts[index], result)
+
     def follow(event: Event) -> None:
         answers.piece(event.text)
         if event.result is not None:
-            answers.settle(index_of[event.id], prompts[index_of[event.id]], event.result)
+            settle(event.result)
 
     answers.show_progress()
     try:
         run_engine(engine, follow)
     finally:
         # An interrupt can come between a request's end and the telling of it.
-        for number, result in engine.results.items():
-            answers.settle(index_of[number], prompts[index_of[number]], result)
+        for result in engine.results.values():
+            settle(result)
 
 
 def _request(options: argparse.Namespace, loaded: LoadedModel, prompt: tuple[int, ...]) -> Request:
