@@ -193,6 +193,7 @@ class CacheSpec:
 
 FULL_ATTENTION_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
+
 def _real_dtype(tensor: str, dtype: Any) -> np.dtype:
     """The dtype as numpy knows it; ValueError unless jax would allocate just that, and it holds real numbers."""
     try:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 
 from kvjax.commands.errors import CommandError
-from kvjax.commands.options import one_line, whole_number
+from kvjax.commands.interrupts import Interrupted
+from kvjax.commands.options import whole_number
+from kvjax.commands.output import complain, say, say_json
 from kvjax.commands.prompts import Prompt
+from kvjax.commands.text import one_line
 from kvjax.engine import BeamOptions, BeamResult, BeamSearch, Hypothesis
 from kvjax.engine.beams import EarlyStopping
 from kvjax.pages import Status
@@ -22,7 +23,14 @@ if TYPE_CHECKING:
     from kvjax.models import LoadedModel
 
 STOPPING: dict[str, EarlyStopping] = {"false": False, "true": True, "never": "never"}
-OF_SAMPLING: dict[str, Any] = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": 0, "stop": []}
+OF_SAMPLING: dict[str, Any] = {
+    "temperature": 0.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "seed": 0,
+    "stop": [],
+    "samples": 1,
+}
 OF_BEAMS: dict[str, Any] = {"length_penalty": 1.0, "early_stopping": "false", "num_return_sequences": 1}
 """Flags that mean nothing with beams, and nothing without them, with their defaults."""
 
@@ -72,11 +80,15 @@ def run(options: argparse.Namespace, loaded: LoadedModel, prompts: Sequence[Prom
         index: prompt.problem for index, prompt in enumerate(prompts) if prompt.problem is not None
     }
     told = failed = 0
-    for place, outcome in _search(options, loaded, [prompts[index].ids or () for index in usable], how):
-        outcomes[usable[place]] = outcome
-        while told in outcomes:
-            failed += _tell(options, loaded, prompts[told], outcomes[told])
-            told += 1
+    try:
+        for place, outcome in _search(options, loaded, [prompts[index].ids or () for index in usable], how):
+            outcomes[usable[place]] = outcome
+            while told in outcomes:
+                failed += _tell(options, loaded, prompts[told], outcomes[told])
+                told += 1
+    except Interrupted as interrupt:
+        interrupt.note = f"{len(prompts) - told} of {len(prompts)} prompts not answered"
+        raise
     for index in range(told, len(prompts)):
         failed += _tell(options, loaded, prompts[index], outcomes[index])
     return 1 if failed else 0
@@ -86,6 +98,7 @@ def _search_options(options: argparse.Namespace, loaded: LoadedModel) -> BeamOpt
     _refuse(options, OF_SAMPLING, "does not go with --num-beams: beam search samples nothing")
     if options.cache != "paged":
         raise CommandError("--num-beams needs pages to share; leave out --cache contiguous")
+    _refuse(options, {"draft": None, "swap": 0}, "does not go with --num-beams: its beams neither draft nor give way")
     try:
         return BeamOptions(
             num_beams=options.num_beams,
@@ -150,12 +163,12 @@ def _tell(options: argparse.Namespace, loaded: LoadedModel, prompt: Prompt, outc
     problem = outcome if isinstance(outcome, str) else outcome.error
     hypotheses = () if isinstance(outcome, str) else outcome.hypotheses
     if problem is not None:
-        print(f"kvjax {options.command}: error: {prompt.source}: {one_line(problem)}", file=sys.stderr)
+        complain(options.command, f"error: {prompt.source}: {one_line(problem)}")
     if options.json:
-        print(json.dumps(_record(loaded, prompt, hypotheses, problem), ensure_ascii=False), flush=True)
+        say_json(_record(loaded, prompt, hypotheses, problem))
     else:
         for hypothesis in hypotheses:
-            print(f"--- {prompt.source} (score {hypothesis.score:.4f})\n{_readable(loaded, hypothesis)}", flush=True)
+            say(f"--- {prompt.source} (score {hypothesis.score:.4f})\n{_readable(loaded, hypothesis)}")
     return 0 if problem is None else 1
 
 

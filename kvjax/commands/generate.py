@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from kvjax.commands import beams
 from kvjax.commands.answers import Answers, Form
 from kvjax.commands.errors import CommandError
 from kvjax.commands.interrupts import Interrupted
@@ -22,6 +24,7 @@ from kvjax.commands.options import (
     whole_number,
 )
 from kvjax.commands.prompts import Prompt, check_text, read_prompts
+from kvjax.commands.text import one_line
 from kvjax.engine import Event, Request, Result
 
 if TYPE_CHECKING:
@@ -38,11 +41,16 @@ examples:
   kvjax generate --prompt "The capital of France is" --max-new-tokens 16
   kvjax generate --prompt "Write a haiku about pages." --chat --temperature 0.8 --top-p 0.95 --seed 7
   kvjax generate --prompts prompts.jsonl --json > answers.jsonl
+  kvjax generate --prompt "Once upon a time" --samples 4 --temperature 1
+  kvjax generate --prompt "Once upon a time" --num-beams 4 --num-return-sequences 2
+  kvjax generate --prompts prompts.jsonl --draft lookup
   kvjax generate --model ./my-llama --prompts ids.jsonl --json --num-pages 64 --page-size 16
 
 a line of prompts.jsonl is {"prompt": "Once upon a time"} or {"prompt_ids": [1, 504, 2]}; token ids also serve a model
 without a tokenizer.  With --json every line is answered, in the same order, by one line
   {"prompt": …, "prompt_ids": …, "token_ids": …, "text": …, "finish_reason": "stop"|"length"|"error"}
+With --samples N there are N lines a prompt, of the seeds S, S + 1, …; with --num-beams one, of the best answer, with
+"sequences" that holds all and their scores.
 A line that cannot be served has "error" beside it saying why; the others are answered all the same, and the exit
 status is 1.  Lines and answers are printed as they finish: Ctrl-C and SIGTERM lose nothing that is finished, say how
 many prompts were not answered, and exit with 130 or 143."""
@@ -92,12 +100,26 @@ def add_parser(commands: Any) -> None:
     sampling.add_argument(
         "--stop", type=some_text, action="append", default=[], metavar="TEXT", help="end before it; may be repeated"
     )
+    sampling.add_argument(
+        "--samples",
+        type=whole_number(1, 2**16),
+        default=1,
+        metavar="N",
+        help="answers a prompt, which share its pages (default: 1)",
+    )
+    beams.add_flags(parser)
     add_cache_flags(parser, num_pages_default="default: as many as never to preempt anybody")
 
 
 def run(options: argparse.Namespace) -> int:
     prompts = [check_text("--prompt", options.prompt)] if options.prompts is None else read_prompts(options.prompts)
-    form: Form = "json" if options.json else "stream" if options.prompts is None else "text"
+    if beams.asked_for(options):
+        loaded = load_model(options.model)
+        return beams.run(options, loaded, [_tokenise(prompt, loaded, chat=options.chat) for prompt in prompts])
+    if options.samples > options.max_seqs:
+        raise CommandError(f"--samples {options.samples} run at once; give --max-seqs of at least as many")
+    prompts = [sample for prompt in prompts for sample in _samples(prompt, options.samples)]
+    form: Form = "json" if options.json else "stream" if len(prompts) == 1 and options.prompts is None else "text"
     answers = Answers(options.command, len(prompts), form)
     try:
         loaded = load_model(options.model)
@@ -110,6 +132,13 @@ def run(options: argparse.Namespace) -> int:
     finally:
         answers.close()
     return 1 if answers.failed else 0
+
+
+def _samples(prompt: Prompt, number: int) -> list[Prompt]:
+    """The prompt once for each sample of it."""
+    if number == 1:
+        return [prompt]
+    return [replace(prompt, source=f"{prompt.source}, sample {index + 1}") for index in range(number)]
 
 
 def _tokenise(prompt: Prompt, loaded: LoadedModel, *, chat: bool) -> Prompt:
@@ -140,11 +169,16 @@ def _serve(options: argparse.Namespace, loaded: LoadedModel, prompts: Sequence[P
     if not usable:
         return
     options = changed(options, max_seqs=min(options.max_seqs, len(usable)))
-    requests = [_request(options, loaded, prompts[index].ids or ()) for index in usable]
+    # The samples of a prompt stand together, and are usable or not together.
+    requests = [_request(options, loaded, prompts[index].ids or ()) for index in usable[:: options.samples]]
     needs = [len(request.prompt) + request.max_new_tokens for request in requests]
     backing = choose_backing(options, needs=needs, max_context=loaded.model.max_context)
     engine = make_engine(options, loaded, backing, max_prefixes=0)
-    index_of = dict(zip((engine.submit(request) for request in requests), usable, strict=True))
+    try:
+        numbers = [number for request in requests for number in engine.submit_samples(request, options.samples)]
+    except ValueError as error:
+        raise CommandError(one_line(error)) from error
+    index_of = dict(zip(numbers, usable, strict=True))
 
     def settle(result: Result) -> None:
         index = index_of[result.id]

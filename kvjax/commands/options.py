@@ -11,7 +11,7 @@ import jax
 
 from kvjax.commands.errors import CommandError
 from kvjax.commands.text import one_line
-from kvjax.engine import Backing, ContiguousBacking, Engine, Event, PagedBacking, Result
+from kvjax.engine import Backing, ContiguousBacking, DraftModel, Engine, Event, PagedBacking, PromptLookup, Result
 from kvjax.engine.executables import power_of_two
 
 if TYPE_CHECKING:
@@ -107,10 +107,30 @@ def add_cache_flags(parser: argparse.ArgumentParser, *, num_pages_default: str, 
         metavar="N",
         help="decode steps in one device call (default: %(default)s)",
     )
+    group.add_argument(
+        "--draft",
+        metavar="lookup|MODEL",
+        help="guess tokens ahead, from the text so far or with a smaller model of the same tokenizer (default: no)",
+    )
+    group.add_argument(
+        "--draft-tokens",
+        type=whole_number(1, 64),
+        default=4,
+        metavar="K",
+        help="guesses in a step (default: %(default)s)",
+    )
+    group.add_argument(
+        "--swap",
+        type=whole_number(0, 2**24),
+        default=0,
+        metavar="MIB",
+        help="host memory for the pages of requests that give way; without room there they are computed again "
+        "(default: %(default)s)",
+    )
 
 
-def load_model(name: str) -> LoadedModel:
-    """The model behind --model.
+def load_model(name: str, flag: str = "--model") -> LoadedModel:
+    """The model that a flag names.
 
     Raises:
       CommandError: it cannot be found or read, or a package it needs is missing.
@@ -122,9 +142,9 @@ def load_model(name: str) -> LoadedModel:
     except ModuleNotFoundError as error:
         raise CommandError(f"running models needs {error.name}: pip install 'kvjax[demo]'") from error
     except (ValueError, OSError) as error:
-        raise CommandError(f"--model {one_line(error)}") from error
+        raise CommandError(f"{flag} {one_line(error)}") from error
     except (MemoryError, jax.errors.JaxRuntimeError) as error:
-        raise CommandError(f"--model {name}: there is no room for it: {one_line(error)}") from error
+        raise CommandError(f"{flag} {name}: there is no room for it: {one_line(error)}") from error
 
 
 def choose_backing(options: argparse.Namespace, *, needs: Sequence[int], max_context: int) -> Backing:
@@ -156,6 +176,12 @@ def make_engine(options: argparse.Namespace, loaded: LoadedModel, backing: Backi
       CommandError: the sizes are refused, or the memory is not there.
     """
     decode = None if loaded.tokenizer is None else loaded.tokenizer.decode
+    if options.swap:
+        settings |= {"preemption": "swap", "host_bytes": options.swap << 20}
+    if options.draft == "lookup":
+        settings["drafter"] = PromptLookup(tokens=options.draft_tokens)
+    elif options.draft is not None:
+        settings["drafter"] = DraftModel(load_model(options.draft, flag="--draft").model, tokens=options.draft_tokens)
     try:
         return Engine(
             loaded.model,

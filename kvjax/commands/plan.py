@@ -23,11 +23,13 @@ from kvjax.capacity import (
 )
 from kvjax.capacity.fragmentation import COPY_OVERHEAD_BYTES
 from kvjax.commands.errors import CommandError
-from kvjax.commands.options import one_line, real_number, whole_number
+from kvjax.commands.options import real_number, whole_number
+from kvjax.commands.output import say
 from kvjax.commands.plan_picture import draw
 from kvjax.commands.plan_record import record
 from kvjax.commands.plan_report import report
 from kvjax.commands.plan_trace import Trace, read_trace
+from kvjax.commands.text import one_line
 from kvjax.models.errors import ModelError
 from kvjax.models.json_file import read_object
 from kvjax.spec import FULL_ATTENTION_FAMILIES
@@ -169,9 +171,9 @@ def run(options: argparse.Namespace) -> int:
         except (RuntimeError, OSError) as error:
             raise CommandError(f"--png {options.png}: {one_line(error)}") from error
     if options.json:
-        print(json.dumps(record(plan, advice), indent=2, ensure_ascii=False))
+        say(json.dumps(record(plan, advice), indent=2, ensure_ascii=False))
     else:
-        print(report(plan, advice, title=options.config))
+        say(report(plan, advice, title=options.config))
     return 0 if plan.max_sequences else 1
 
 
