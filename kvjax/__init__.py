@@ -23,7 +23,9 @@ from kvjax.cache import (
 )
 from kvjax.contiguous import ContiguousCache, init_contiguous
 from kvjax.grant import Grant
+from kvjax.layout import physical_slot
 from kvjax.pages import Fault, PageTableError, Status, check_invariants, raise_for_status
+from kvjax.saving import describe, load, save
 from kvjax.spec import CacheSpec, GroupSpec, TensorSpec
 
 __all__ = [
@@ -42,14 +44,18 @@ __all__ = [
     "attend",
     "check_invariants",
     "commit",
+    "describe",
     "fork",
     "init",
     "init_contiguous",
+    "load",
+    "physical_slot",
     "pin",
     "raise_for_status",
     "release",
     "reorder",
     "reserve",
+    "save",
     "truncate",
     "unpin",
     "write",

@@ -1,6 +1,20 @@
-"""Where the bytes are: pools, appends, page copies, gathers.  No ownership here."""
+"""Where the bytes are: pools, appends, page copies, gathers, images of pages, conversions.  No ownership here."""
 
+from kvjax.storage.convert import Conversion, convert, plan_conversion
 from kvjax.storage.images import Images, read_pages, write_pages
 from kvjax.storage.pools import Pool, append_tokens, copy_pages, gather_pages
+from kvjax.storage.slots import physical_slots
 
-__all__ = ["Images", "Pool", "append_tokens", "copy_pages", "gather_pages", "read_pages", "write_pages"]
+__all__ = [
+    "Conversion",
+    "Images",
+    "Pool",
+    "append_tokens",
+    "convert",
+    "copy_pages",
+    "gather_pages",
+    "physical_slots",
+    "plan_conversion",
+    "read_pages",
+    "write_pages",
+]

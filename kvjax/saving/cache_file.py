@@ -1,0 +1,214 @@
+"""Saving a cache to a file and reading it back: the table, and the bytes of the pages somebody holds."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Int32
+
+from kvjax.allocation import init
+from kvjax.attention.paged import Backend
+from kvjax.cache import KVCache
+from kvjax.descriptor import Descriptor, DescriptorError, DescriptorMismatch, explain
+from kvjax.pages import PageTable, check_invariants
+from kvjax.saving.container import CacheFileError, Container, read_container, write_container
+from kvjax.saving.description import shards_of
+from kvjax.storage import Pool
+
+
+def save(cache: KVCache, path: str | os.PathLike[str], descriptor: Descriptor) -> None:
+    """Writes a cache to a file, at once or not at all.
+
+    The file holds the descriptor, the table and the pages that a row or a pin holds, and a checksum over all of it.
+    Waits for the device; costs one pass over the held pages, and host memory for those of one layer.
+
+    Args:
+      cache: the cache; it stays as it is.
+      path: where to; a file that is there is replaced.
+      descriptor: what a reader must match (`kvjax.describe` makes it).
+
+    Raises:
+      ValueError: a table that breaks an invariant; nothing is written.
+      DescriptorMismatch: a descriptor of another cache; nothing is written.
+      OSError: the file cannot be written; what was there before is untouched.
+    """
+    broken = check_invariants(cache.table)
+    if broken:
+        raise ValueError(f"the cache is not sound and was not saved: {'; '.join(broken[:8])}")
+    _check_describes(cache, descriptor)
+    leaves = _table_leaves(cache.table)
+    live = [np.flatnonzero(np.asarray(group.refcount)).astype(np.int32) for group in cache.table.groups]
+    sections = {f"table{name}": leaf.nbytes for name, leaf in leaves.items()}
+    for index, pools in enumerate(cache.pools):
+        for name, pool in pools.items():
+            sections[_pool_section(index, name)] = pool.nbytes // cache.table.groups[index].num_pages * len(live[index])
+    shapes = tuple((name, leaf.shape) for name, leaf in leaves.items())
+    write_container(path, (descriptor.to_bytes(), shapes), sections, _blocks(cache, leaves, live))
+
+
+def load(
+    path: str | os.PathLike[str],
+    descriptor: Descriptor,
+    *,
+    backend: Backend | None = None,
+    mesh: Mesh | None = None,
+    shardings: PartitionSpec | None = None,
+) -> KVCache:
+    """A cache from a file: the same rows, pages and pins as when it was saved, and as many pages.
+
+    The whole file is checked before the first array is made.
+
+    Args:
+      path: a file that `save` wrote.
+      descriptor: what the reader needs; every field must be equal.
+      backend, mesh, shardings: as for `kvjax.init`.
+
+    Raises:
+      CacheFileError: a file that is cut short, changed or no saved cache; says which part.
+      DescriptorMismatch: the cache of another model, weight version, tenant …; names each field.
+      ValueError, NotImplementedError: what `kvjax.init` refuses.
+    """
+    container = read_container(path)
+    found, shapes = _header(path, container)
+    differences = explain(found, descriptor)
+    if differences:
+        raise DescriptorMismatch(f"the cache in {os.fspath(path)}", differences)
+    tables = _table_arrays(path, container, shapes)
+    sizes = _sizes(path, tables, descriptor)
+    cache = init(descriptor.spec, **sizes, backend=backend, mesh=mesh, shardings=shardings)
+    own = replace(descriptor, pages=cache.layouts, shards=shards_of(cache))
+    differences = explain(found, own)
+    if differences:
+        raise DescriptorMismatch(f"the cache in {os.fspath(path)}, for this backend and mesh,", differences)
+    table = _with_leaves(path, cache.table, tables)
+    live = [np.flatnonzero(np.asarray(group.refcount)).astype(np.int32) for group in table.groups]
+    _check_lengths(path, cache, container, live)
+    return replace(cache, table=table, pools=_filled(cache, container, live))
+
+
+def _check_describes(cache: KVCache, descriptor: Descriptor) -> None:
+    """DescriptorMismatch unless the descriptor is that of this cache, as far as a cache knows."""
+    own = replace(descriptor, spec=cache.spec, pages=cache.layouts, shards=shards_of(cache))
+    lengths = [length for length in np.asarray(cache.table.length).tolist() if length]
+    if [tokens.computed for tokens in descriptor.tokens] != lengths:
+        raise ValueError(f"descriptor.tokens={descriptor.tokens} must describe rows of {lengths} tokens, one each")
+    differences = explain(own, descriptor)
+    if differences:
+        raise DescriptorMismatch("the cache to be saved", differences)
+
+
+def _blocks(cache: KVCache, leaves: Mapping[str, np.ndarray], live: list[np.ndarray]) -> Iterator[np.ndarray]:
+    yield from leaves.values()
+    for pools, group, ids in zip(cache.pools, cache.table.groups, live, strict=True):
+        for pool in pools.values():
+            for first in range(0, pool.shape[0], group.num_pages):
+                yield np.asarray(_take(pool, jnp.asarray(first + ids)))
+
+
+@jax.jit
+def _take(pool: Pool, pages: Int32[Array, " ids"]) -> Pool:
+    return pool.at[pages].get(mode="clip")
+
+
+@partial(jax.jit, donate_argnums=0)
+def _put(pool: Pool, pages: Int32[Array, " ids"], block: Pool) -> Pool:
+    return pool.at[pages].set(block, mode="drop", unique_indices=True)
+
+
+def _filled(cache: KVCache, container: Container, live: list[np.ndarray]) -> tuple[dict[str, Pool], ...]:
+    """The pools with the saved pages where they were, a layer at a time."""
+    filled = []
+    for index, (pools, group, ids) in enumerate(zip(cache.pools, cache.table.groups, live, strict=True)):
+        done = {}
+        for name, pool in pools.items():
+            layers = pool.shape[0] // group.num_pages
+            blocks = container.sections[_pool_section(index, name)].view(pool.dtype)
+            blocks = blocks.reshape(layers, len(ids), *pool.shape[1:])
+            for layer, block in enumerate(blocks if len(ids) else ()):
+                pool = _put(pool, jnp.asarray(layer * group.num_pages + ids), np.ascontiguousarray(block))
+            done[name] = pool
+        filled.append(done)
+    return tuple(filled)
+
+
+def _pool_section(group: int, name: str) -> str:
+    return f"pools[{group}].{name}"
+
+
+def _table_leaves(table: PageTable) -> dict[str, np.ndarray]:
+    """The table's arrays on the host, by path."""
+    leaves, _ = jax.tree.flatten_with_path(table)
+    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
+
+
+def _header(path: Any, container: Container) -> tuple[Descriptor, dict[str, tuple[int, ...]]]:
+    try:
+        data, shapes = container.header
+        return Descriptor.from_bytes(data), dict(shapes)
+    except DescriptorError as error:
+        raise CacheFileError(path, "descriptor", str(error)) from error
+    except (TypeError, ValueError) as error:
+        raise CacheFileError(path, "header", f"is not that of a saved cache ({error})") from error
+
+
+def _table_arrays(path: Any, container: Container, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
+    arrays = {}
+    for name, shape in shapes.items():
+        section = container.sections.get(f"table{name}")
+        if section is None or section.size != 4 * math.prod(shape):
+            raise CacheFileError(path, f"table{name}", f"does not hold int32{list(shape)}")
+        arrays[name] = section.view(np.int32).reshape(shape)
+    return arrays
+
+
+def _sizes(path: Any, tables: Mapping[str, np.ndarray], descriptor: Descriptor) -> dict[str, Any]:
+    """The arguments of `init` that give a table of the saved sizes."""
+    try:
+        groups = range(len(descriptor.spec.groups))
+        page_size = [pages.page_size for pages in descriptor.pages]
+        widths = [tables[f".groups[{index}].pages"].shape[1] for index in groups]
+        return {
+            "rows": tables[".length"].shape[0],
+            "num_pages": [tables[f".groups[{index}].refcount"].shape[0] for index in groups],
+            "page_size": page_size,
+            "max_context": min(width * size for width, size in zip(widths, page_size, strict=True)),
+            "max_epochs": tables[".groups[0].fences"].shape[0],
+        }
+    except (KeyError, IndexError) as error:
+        raise CacheFileError(path, "table", f"lacks an array ({error})") from error
+
+
+def _with_leaves(path: Any, empty: PageTable, arrays: Mapping[str, np.ndarray]) -> PageTable:
+    """The saved table, on the devices of an empty one of its sizes; CacheFileError if it is not sound."""
+    leaves, structure = jax.tree.flatten_with_path(empty)
+    names = [jax.tree_util.keystr(place) for place, _ in leaves]
+    wrong = {name: leaf.shape for name, (_, leaf) in zip(names, leaves, strict=True)}
+    saved = {name: array.shape for name, array in arrays.items()}
+    if saved != wrong:
+        raise CacheFileError(path, "table", f"has arrays {saved}; a cache of these sizes has {wrong}")
+    placed = [jax.device_put(np.array(arrays[n]), leaf.sharding) for n, (_, leaf) in zip(names, leaves, strict=True)]
+    table = jax.tree.unflatten(structure, placed)
+    broken = check_invariants(table)
+    if broken:
+        raise CacheFileError(path, "table", f"is not sound: {'; '.join(broken[:8])}")
+    return table
+
+
+def _check_lengths(path: Any, cache: KVCache, container: Container, live: list[np.ndarray]) -> None:
+    for index, pools in enumerate(cache.pools):
+        for name, pool in pools.items():
+            section = container.sections.get(_pool_section(index, name))
+            expected = pool.nbytes // cache.table.groups[index].num_pages * len(live[index])
+            if section is None or section.size != expected:
+                raise CacheFileError(
+                    path, _pool_section(index, name), f"does not hold the {expected} bytes of its pages"
+                )

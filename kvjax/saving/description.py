@@ -1,0 +1,51 @@
+"""The part of a descriptor that a cache knows of itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jax.sharding import NamedSharding
+
+from kvjax.cache import KVCache
+from kvjax.descriptor import Descriptor, tokens_of
+from kvjax.layout import Shard
+
+
+def describe(cache: KVCache, tokens: Sequence[Sequence[int]], **contract: Any) -> Descriptor:
+    """The descriptor of a cache: spec, pages, shards and quantised tensors from it, the rest from the caller.
+
+    Args:
+      cache: the cache.
+      tokens: the token ids of each row, committed ones only; empty for empty rows.
+      contract: the other fields of `kvjax.descriptor.Descriptor`: model, text, adapter, media, rope, positions,
+        quantisation, tenant.  What a model does not have is None or (); nothing is left out.
+
+    Raises:
+      ValueError: tokens that do not fit the rows' lengths, or a field of another type.
+      TypeError: a field that is missing or unknown.
+    """
+    descriptor = Descriptor(
+        tokens=tuple(tokens_of(ids) for ids in tokens if len(ids)),
+        spec=cache.spec,
+        pages=cache.layouts,
+        shards=shards_of(cache),
+        **contract,
+    )
+    lengths = np.asarray(cache.table.length).tolist()
+    if [len(ids) for ids in tokens] != lengths:
+        raise ValueError(f"rows hold {lengths} tokens, and ids are given for {[len(ids) for ids in tokens]}")
+    return descriptor
+
+
+def shards_of(cache: KVCache) -> tuple[Shard, ...]:
+    """How the pools' heads are split over a mesh; empty where they are not."""
+    sharding = next(iter(cache.pools[0].values())).sharding
+    axis = sharding.spec[1] if isinstance(sharding, NamedSharding) and len(sharding.spec) > 1 else None
+    if axis is None:
+        return ()
+    names = axis if isinstance(axis, tuple) else (axis,)
+    count = math.prod(sharding.mesh.shape[name] for name in names)
+    return (Shard("head", ",".join(names), count),) if count > 1 else ()

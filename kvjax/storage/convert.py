@@ -1,0 +1,271 @@
+"""Moving a pool from one layout to another, slab by slab.
+
+A slab is a run of pages of one layer.  It is taken apart into plain tensors `[pages, tokens, heads, width]` and put
+together in the other order; temporaries are a few slabs, never a pool.  Where an array keeps its pages in one piece and
+in the same place in both layouts, its slabs go back to where they came from: the conversion is in place.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Int32, Shaped
+
+from kvjax.layout.schema import AXES, ArrayLayout, Factor, Layout
+
+SLAB_BYTES = 4 << 20
+"""Bytes of source pages that are moved at a time."""
+
+Index = Int32[Array, ""]
+Dims = tuple[tuple[Factor, ...], ...]
+Tensors = dict[str, Shaped[Array, "pages tokens heads width"]]
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """How a pool gets from one layout to another.
+
+    Attributes:
+      source, target: the layouts.
+      in_place: every array's bytes stay within their page, and the source's memory becomes the target's.
+      slab_pages: pages moved at a time.
+      slab_bytes: bytes of a slab in the larger of the two layouts.
+    """
+
+    source: Layout
+    target: Layout
+    in_place: bool
+    slab_pages: int
+    slab_bytes: int
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes of the arrays that live at the peak, on one device: the pools, and four slabs under way."""
+        pools = self.source.local.nbytes + (0 if self.in_place else self.target.local.nbytes)
+        return pools + 4 * self.slab_bytes
+
+
+def plan_conversion(source: Layout, target: Layout, *, slab_bytes: int = SLAB_BYTES) -> Conversion:
+    """How `convert` goes about it.
+
+    Raises:
+      ValueError: layouts of different tensors, sizes or shards: converting would lose or invent something; the message
+        names it.
+    """
+    _check_equal(source, target)
+    page = max(_page_bytes(layout.local) for layout in (source, target))
+    slab_pages = max(1, min(source.local.num_pages, slab_bytes // page))
+    return Conversion(source, target, _stays_in_pages(source.local, target.local), slab_pages, slab_pages * page)
+
+
+def convert(
+    pool: Mapping[str, Shaped[Array, "..."]],
+    source: Layout,
+    target: Layout,
+    *,
+    mesh: Mesh | None = None,
+    slab_bytes: int = SLAB_BYTES,
+) -> dict[str, Array]:
+    """A pool's tensors in another layout.  Jitted; where the conversion is in place, `pool` is donated and gone.
+
+    Padding of the target is zero.  Every element keeps its bits; a slot keeps its number, so page tables stay valid.
+    Each device converts its own shard.
+
+    Args:
+      pool: arrays by name, of the source's shapes.
+      source, target: the layouts; `plan_conversion` says what a conversion costs.
+      mesh: the mesh, where the layouts have shards.
+      slab_bytes: bytes moved at a time.
+
+    Raises:
+      ValueError: layouts that `plan_conversion` refuses, arrays of another shape, or a missing mesh.
+    """
+    plan = plan_conversion(source, target, slab_bytes=slab_bytes)
+    expected = {array.name: (source.shape(array), array.dtype) for array in source.arrays}
+    got = {name: (array.shape, array.dtype.name) for name, array in pool.items()}
+    if got != expected:
+        raise ValueError(f"pool holds arrays {got}; layout {source.name!r} has {expected}")
+    if source.shards and mesh is None:
+        raise ValueError(f"layout {source.name!r} is split over {source.shards}; pass mesh=")
+    return (_convert_donated if plan.in_place else _convert_copied)(dict(pool), plan, mesh)
+
+
+def _convert(pool: dict[str, Array], plan: Conversion, mesh: Mesh | None) -> dict[str, Array]:
+    local = partial(_convert_shard, plan=plan)
+    if not plan.source.shards:
+        return local(pool)
+    specs = [
+        {array.name: PartitionSpec(*layout.partition(array)) for array in layout.arrays}
+        for layout in (plan.source, plan.target)
+    ]
+    return jax.shard_map(local, mesh=mesh, in_specs=(specs[0],), out_specs=specs[1], check_vma=False)(pool)
+
+
+_convert_donated = jax.jit(_convert, static_argnames=("plan", "mesh"), donate_argnames="pool")
+_convert_copied = jax.jit(_convert, static_argnames=("plan", "mesh"))
+
+
+def _convert_shard(pool: dict[str, Array], plan: Conversion) -> dict[str, Array]:
+    source, target = plan.source.local, plan.target.local
+    if plan.in_place:
+        pairs = [(array, target.tensor(array.tensors[0].name)[0]) for array in source.arrays]
+        return {new.name: _rearrange(pool[old.name], plan, old, new) for old, new in pairs}
+
+    def move(layer: Index, page: Index, count: int, out: dict[str, Array]) -> dict[str, Array]:
+        tensors: Tensors = {}
+        for array in source.arrays:
+            start, size = _box(source.dims(array), layer, page, count)
+            tensors |= _unpack(lax.dynamic_slice(pool[array.name], start, size), source, array, count)
+        slabs = {}
+        for array in target.arrays:
+            start, size = _box(target.dims(array), layer, page, count)
+            slab = _pack(_in_byte_order(tensors, plan), target, array, count)
+            slabs[array.name] = lax.dynamic_update_slice(out[array.name], slab.reshape(size), start)
+        return slabs
+
+    out = {array.name: jnp.zeros(target.shape(array), array.dtype) for array in target.arrays}
+    return _for_slabs(move, source.layers, source.num_pages, plan.slab_pages, out)
+
+
+def _rearrange(memory: Array, plan: Conversion, old: ArrayLayout, new: ArrayLayout) -> Array:
+    """One array, in place.  Its pages lie one after another, so that a slab is a run of a flat array."""
+    source, target = plan.source.local, plan.target.local
+    number = source.layers * source.num_pages
+    flat = memory.reshape(number, -1)
+
+    def move(_: Index, page: Index, count: int, flat: Array) -> Array:
+        slab = lax.dynamic_slice_in_dim(flat, page, count)
+        tensors = _in_byte_order(_unpack(slab, source, old, count), plan)
+        return lax.dynamic_update_slice_in_dim(flat, _pack(tensors, target, new, count).reshape(count, -1), page, 0)
+
+    return _for_slabs(move, 1, number, plan.slab_pages, flat).reshape(target.shape(new))
+
+
+def _for_slabs[State](
+    move: Callable[[Index, Index, int, State], State], layers: int, num_pages: int, slab_pages: int, state: State
+) -> State:
+    """state = move(layer, first page, pages, state) for every slab; a layer's last one may be shorter."""
+    whole, rest = divmod(num_pages, slab_pages)
+
+    def step(index: Index, state: State) -> State:
+        return move(index // whole, index % whole * slab_pages, slab_pages, state)
+
+    state = lax.fori_loop(0, layers * whole, step, state)
+    if rest:
+        last = jnp.int32(whole * slab_pages)
+        state = lax.fori_loop(0, layers, lambda layer, state: move(layer, last, rest, state), state)
+    return state
+
+
+def _box(dims: Dims, layer: Index, page: Index, count: int) -> tuple[list[Index], list[int]]:
+    """Start and size, in an array, of `count` pages of a layer."""
+    starts, sizes = [], []
+    for dim in dims:
+        start, size = jnp.int32(0), 1
+        for factor in dim:
+            index = {"layer": layer, "page": page}.get(factor.axis, 0)
+            start = start * factor.size + index
+            size = size * _size_in_slab(factor, count)
+        starts.append(start)
+        sizes.append(size)
+    return starts, sizes
+
+
+def _size_in_slab(factor: Factor, count: int) -> int:
+    return {"layer": 1, "page": count}.get(factor.axis, factor.size)
+
+
+def _unpack(slab: Array, layout: Layout, array: ArrayLayout, count: int) -> Tensors:
+    """The tensors in a slab of `count` pages."""
+    factors = [factor for dim in layout.dims(array) for factor in dim]
+    plain = slab.reshape([_size_in_slab(factor, count) for factor in factors]).transpose(_plain_order(factors))
+    plain = plain.reshape(count, *_padded(factors))
+    tokens = layout.extent(array, "token")
+    return {
+        tensor.name: plain[:, tensor.kv, :tokens, : tensor.heads, tensor.lane : tensor.lane + tensor.width]
+        for tensor in array.tensors
+    }
+
+
+def _pack(tensors: Tensors, layout: Layout, array: ArrayLayout, count: int) -> Array:
+    """The inverse of `_unpack`, in the order of the array's factors; padding is zero."""
+    factors = [factor for dim in layout.dims(array) for factor in dim]
+    order = _plain_order(factors)
+    plain = jnp.zeros((count, *_padded(factors)), array.dtype)
+    for tensor in array.tensors:
+        start = (0, tensor.kv, 0, 0, tensor.lane)
+        plain = lax.dynamic_update_slice(plain, tensors[tensor.name][:, None], start)
+    plain = plain.reshape([_size_in_slab(factors[index], count) for index in order])
+    return plain.transpose([order.index(index) for index in range(len(order))])
+
+
+def _plain_order(factors: Sequence[Factor]) -> list[int]:
+    """The places of the factors in the order of `AXES`, the outer part of a cut axis first."""
+    return sorted(range(len(factors)), key=lambda index: (AXES.index(factors[index].axis), -factors[index].stride))
+
+
+def _padded(factors: Sequence[Factor]) -> list[int]:
+    """Sizes of (kv, token, head, lane), padding included."""
+    return [math.prod(factor.size for factor in factors if factor.axis == axis) for axis in AXES[2:]]
+
+
+def _in_byte_order(tensors: Tensors, plan: Conversion) -> Tensors:
+    """The tensors with their bytes turned round, if the layouts differ in byte order."""
+    if plan.source.byte_order == plan.target.byte_order:
+        return tensors
+    return {name: _swap_bytes(tensor) for name, tensor in tensors.items()}
+
+
+def _swap_bytes(values: Array) -> Array:
+    if values.dtype.itemsize == 1:
+        return values
+    return lax.bitcast_convert_type(lax.bitcast_convert_type(values, jnp.uint8)[..., ::-1], values.dtype)
+
+
+def _stays_in_pages(source: Layout, target: Layout) -> bool:
+    """Each array has a partner with the same tensors, and both keep pages whole, in the same place."""
+    if len(source.arrays) != len(target.arrays):
+        return False
+    for old in source.arrays:
+        new, _ = target.tensor(old.tensors[0].name)
+        if {tensor.name for tensor in old.tensors} != {tensor.name for tensor in new.tensors}:
+            return False
+        if math.prod(source.shape(old)) != math.prod(target.shape(new)):
+            return False
+        for layout, array in ((source, old), (target, new)):
+            axes = [factor.axis for dim in layout.dims(array) for factor in dim]
+            if axes[: axes.index("page")] not in (["layer"], []) or "layer" in axes[axes.index("page") :]:
+                return False
+    return True
+
+
+def _check_equal(source: Layout, target: Layout) -> None:
+    """ValueError unless both hold the same elements."""
+    pair = f"layouts {source.name!r} and {target.name!r}"
+    for size in ("layers", "num_pages", "page_size"):
+        ours, theirs = getattr(source, size), getattr(target, size)
+        if ours != theirs:
+            raise ValueError(f"{pair} differ in {size}: {ours} and {theirs}; make both of the same sizes")
+    if source.shards != target.shards:
+        raise ValueError(f"{pair} are split differently ({source.shards}, {target.shards}); reshard with device_put")
+    if set(source.tensor_names) != set(target.tensor_names):
+        raise ValueError(f"{pair} hold different tensors: {source.tensor_names} and {target.tensor_names}")
+    for name in source.tensor_names:
+        (old, mine), (new, other) = source.tensor(name), target.tensor(name)
+        if (mine.heads, mine.width, mine.scales) != (other.heads, other.width, other.scales):
+            raise ValueError(f"{pair}: tensor {name!r} has other heads, width or scales: {mine} and {other}")
+        if old.dtype != new.dtype:
+            raise ValueError(
+                f"{pair}: tensor {name!r} is {old.dtype} and {new.dtype}; converting values would lose bits"
+            )
+
+
+def _page_bytes(layout: Layout) -> int:
+    return layout.nbytes // (layout.layers * layout.num_pages)
