@@ -2,7 +2,7 @@
 
 from kvjax.descriptor.digests import text_digest, token_digest, tokens_of, weights_digest
 from kvjax.descriptor.encoding import EncodingError, decode, encode
-from kvjax.descriptor.explain import Difference, DescriptorMismatch, explain
+from kvjax.descriptor.explain import DescriptorMismatch, Difference, explain
 from kvjax.descriptor.schema import (
     DESCRIPTOR_VERSION,
     Adapter,

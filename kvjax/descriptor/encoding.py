@@ -14,6 +14,7 @@ import math
 import struct
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
+from types import MappingProxyType
 from typing import Any
 
 _HEAD = struct.Struct(">cQ")
@@ -52,7 +53,7 @@ def encode(value: Any) -> bytes:
     raise EncodingError(f"{value!r} of type {type(value).__name__} has no encoding; use tuples and Python's own types")
 
 
-def decode(data: bytes, classes: Mapping[str, type] = {}) -> Any:  # noqa: B006 (read only)
+def decode(data: bytes, classes: Mapping[str, type] = MappingProxyType({})) -> Any:
     """The value of an encoding.
 
     Args:

@@ -17,14 +17,15 @@ class Typed:
     __slots__ = ()
 
     def __post_init__(self) -> None:
-        hints = _hints(type(self))
-        for field in fields(self):  # type: ignore[arg-type]
+        cls: Any = type(self)
+        hints = _hints(cls)
+        for field in fields(cls):
             value, hint = getattr(self, field.name), hints[field.name]
             if hint is float and type(value) is int:
                 object.__setattr__(self, field.name, float(value))
             elif not matches(value, hint):
                 wanted = str(hint).replace("kvjax.", "") if get_origin(hint) else hint.__name__
-                raise ValueError(f"{type(self).__name__}.{field.name}={value!r} must be of type {wanted}")
+                raise ValueError(f"{cls.__name__}.{field.name}={value!r} must be of type {wanted}")
 
 
 @cache

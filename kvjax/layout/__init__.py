@@ -5,8 +5,9 @@ Plain Python, no arrays; `kvjax.storage.convert` moves pools between layouts.
 
 from kvjax.layout.address import Address, SlotError, address, physical_slot
 from kvjax.layout.known import CANONICAL_ORDER, LAYOUTS, layout_of, make_layout
+from kvjax.layout.order import AXES, Factor
 from kvjax.layout.page import TPU_LANES, PageLayout, PoolLayout, canonical_layout
-from kvjax.layout.schema import AXES, ArrayLayout, Factor, Layout, Scales, Shard, TensorPlace
+from kvjax.layout.schema import ArrayLayout, Layout, Scales, Shard, TensorPlace
 
 __all__ = [
     "AXES",

@@ -1,44 +1,19 @@
-"""The schema of a layout: which arrays hold a cache, and in what order their axes run.
+"""The schema of a layout: which arrays hold a cache, what stands where in them, and how they are spread.
 
-A layout is plain text and integers.  The order of an array is a pattern over six named axes:
-
-    (layer page) head token lane               one axis that merges two; the rest one each
-    layer page head lane/8 token lane%8        lanes cut in vectors of 8, tokens between the vectors
-
-An axis stands whole (`head`), or cut in two: `head/4` (which group of four) and, anywhere after it, `head%4` (which of
-the four).  A cut that does not divide leaves padding.  `()` is an axis of length 1.  Within a merged axis, layer comes
-before page and page before everything that lies inside a page.
+A layout is plain text and integers.  The order of an array's axes is a pattern, see `kvjax.layout.order`.
 """
 
 from __future__ import annotations
 
 import math
-import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
 
-AXES = ("layer", "page", "kv", "token", "head", "lane")
-"""The axes, in the order in which a page is taken apart: kv tells K from V, lane is the place in a head's vector."""
-
-_FACTOR = re.compile(r"([a-z]+)(?:([/%])(\d+))?")
-
-
-@dataclass(frozen=True, slots=True)
-class Factor:
-    """A part of a logical axis: a coordinate c stands at index c // stride % size.
-
-    Attributes:
-      axis: one of `AXES`.
-      size: indices there are.
-      stride: coordinates that share an index.
-    """
-
-    axis: str
-    size: int
-    stride: int = 1
+from kvjax.layout.order import AXES, Dims, parse_order
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +78,7 @@ class ArrayLayout:
 
     Attributes:
       name: the key under which a pool holds it.
-      order: the pattern (see the module).
+      order: of its axes, a pattern of `kvjax.layout.order`.
       tensors: the tensors it holds; they have as many heads each.
       dtype: dtype name.
       lanes: length of the lane axis, padding included.
@@ -151,7 +126,7 @@ class Layout:
     page_size: int
     arrays: tuple[ArrayLayout, ...]
     shards: tuple[Shard, ...] = ()
-    byte_order: Literal["little", "big"] = field(default="little")
+    byte_order: Literal["little", "big"] = "little"
 
     def __post_init__(self) -> None:
         for size in ("layers", "num_pages", "page_size"):
@@ -191,9 +166,9 @@ class Layout:
             "lane": array.lanes,
         }[axis]
 
-    def dims(self, array: ArrayLayout) -> tuple[tuple[Factor, ...], ...]:
+    def dims(self, array: ArrayLayout) -> Dims:
         """The factors of each axis of an array, outermost first."""
-        return _parse(self, array)
+        return parse_order(array.order, tuple(self.extent(array, axis) for axis in AXES))
 
     def shape(self, array: ArrayLayout) -> tuple[int, ...]:
         """Shape of an array, all its shards together."""
@@ -219,7 +194,7 @@ class Layout:
 
     def partition(self, array: ArrayLayout) -> tuple[str | None, ...]:
         """The mesh axis each axis of an array is split over: the arguments of a `jax.sharding.PartitionSpec`."""
-        split = {shard.axis: shard.mesh_axis for shard in self.shards}
+        split: dict[str, str] = {shard.axis: shard.mesh_axis for shard in self.shards}
         places = []
         for dim in self.dims(array):
             # An axis that is cut in two is split at its outer part, which stands first.
@@ -237,7 +212,8 @@ class Layout:
             extent = self.extent(array, shard.axis)
             if extent % shard.count:
                 raise ValueError(
-                    f"layout {self.name!r}: {extent} {shard.axis}s of array {array.name!r} do not split over {shard.count}"
+                    f"layout {self.name!r}: {extent} {shard.axis}s of array {array.name!r} do not split over "
+                    f"{shard.count}"
                 )
             outer = next(factor for dim in self.dims(array) for factor in dim if factor.axis == shard.axis)
             leads = shard.mesh_axis in self.partition(array)
@@ -253,49 +229,11 @@ def _check_array(layout: Layout, array: ArrayLayout) -> None:
     for tensor in array.tensors:
         if tensor.heads != array.heads or tensor.tokens_per_entry != array.tokens_per_entry:
             raise ValueError(f"{where}: tensors of one array must have the same heads and token group")
-        if not (0 <= tensor.kv < array.kvs and 0 <= tensor.lane and tensor.lane + tensor.width <= array.lanes):
+        if not (0 <= tensor.kv < array.kvs and tensor.lane >= 0 and tensor.lane + tensor.width <= array.lanes):
             raise ValueError(f"{where}: {tensor} lies outside its {array.kvs} kv × {array.lanes} lanes")
     if layout.page_size % array.tokens_per_entry:
-        raise ValueError(f"{where}: {array.tokens_per_entry} tokens a scale do not divide page_size={layout.page_size}")
+        raise ValueError(f"{where}: {array.tokens_per_entry} tokens a scale do not divide {layout.page_size=}")
     spans = sorted((tensor.kv, tensor.lane, tensor.lane + tensor.width) for tensor in array.tensors)
-    for (kv, _, end), (next_kv, start, _) in zip(spans, spans[1:], strict=False):
+    for (kv, _, end), (next_kv, start, _) in pairwise(spans):
         if kv == next_kv and start < end:
             raise ValueError(f"{where}: two tensors share lanes {start}…{end - 1}")
-
-
-def _parse(layout: Layout, array: ArrayLayout) -> tuple[tuple[Factor, ...], ...]:
-    """The dims of a pattern; ValueError says what is wrong with it."""
-    where = f"layout {layout.name!r}, array {array.name!r}: order {array.order!r}"
-    dims = []
-    for text in re.findall(r"\([^()]*\)|[^\s()]+", array.order):
-        dims.append(tuple(_factor(layout, array, word, where) for word in text.strip("()").split()))
-    flat = [factor for dim in dims for factor in dim]
-    for axis in AXES:
-        parts = [factor for factor in flat if factor.axis == axis]
-        extent = layout.extent(array, axis)
-        if not parts and extent == 1 and axis in ("kv", "layer"):
-            continue
-        strides = [factor.stride for factor in parts]
-        whole = len(parts) == 1 and strides == [1] and parts[0].size == extent
-        cut = len(parts) == 2 and strides == [parts[1].size, 1] and parts[0].size * parts[1].size >= extent
-        if not (whole or cut):
-            raise ValueError(f"{where} must name {axis} once, or cut it as {axis}/n … {axis}%n")
-        if cut and axis in ("layer", "page"):
-            raise ValueError(f"{where} cuts {axis}; layers and pages stay whole")
-    rank = {"layer": 0, "page": 1}
-    for dim in dims:
-        ranks = [rank.get(factor.axis, 2) for factor in dim]
-        if ranks != sorted(ranks):
-            raise ValueError(f"{where}: within a merged axis layer comes first, then page, then what lies in a page")
-    return tuple(dims)
-
-
-def _factor(layout: Layout, array: ArrayLayout, word: str, where: str) -> Factor:
-    match = _FACTOR.fullmatch(word)
-    if match is None or match[1] not in AXES or (match[3] is not None and int(match[3]) < 1):
-        raise ValueError(f"{where} has {word!r}; write axis, axis/n or axis%n with an axis of {AXES}")
-    axis, kind, number = match[1], match[2], int(match[3] or 1)
-    extent = layout.extent(array, axis)
-    if kind == "/":
-        return Factor(axis, -(-extent // number), number)
-    return Factor(axis, number if kind == "%" else extent)

@@ -43,9 +43,9 @@ def describe(cache: KVCache, tokens: Sequence[Sequence[int]], **contract: Any) -
 def shards_of(cache: KVCache) -> tuple[Shard, ...]:
     """How the pools' heads are split over a mesh; empty where they are not."""
     sharding = next(iter(cache.pools[0].values())).sharding
-    axis = sharding.spec[1] if isinstance(sharding, NamedSharding) and len(sharding.spec) > 1 else None
-    if axis is None:
+    if not isinstance(sharding, NamedSharding) or len(sharding.spec) < 2 or sharding.spec[1] is None:
         return ()
+    axis = sharding.spec[1]
     names = axis if isinstance(axis, tuple) else (axis,)
     count = math.prod(sharding.mesh.shape[name] for name in names)
     return (Shard("head", ",".join(names), count),) if count > 1 else ()

@@ -18,13 +18,13 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Int32, Shaped
 
-from kvjax.layout.schema import AXES, ArrayLayout, Factor, Layout
+from kvjax.layout.order import AXES, Dims, Factor
+from kvjax.layout.schema import ArrayLayout, Layout
 
 SLAB_BYTES = 4 << 20
 """Bytes of source pages that are moved at a time."""
 
 Index = Int32[Array, ""]
-Dims = tuple[tuple[Factor, ...], ...]
 Tensors = dict[str, Shaped[Array, "pages tokens heads width"]]
 
 
@@ -66,7 +66,7 @@ def plan_conversion(source: Layout, target: Layout, *, slab_bytes: int = SLAB_BY
 
 
 def convert(
-    pool: Mapping[str, Shaped[Array, "..."]],
+    pool: Mapping[str, Array],
     source: Layout,
     target: Layout,
     *,
