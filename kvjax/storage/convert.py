@@ -15,6 +15,8 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout as MemoryLayout
+from jax.experimental.layout import with_layout_constraint
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Int32, Shaped
 
@@ -52,8 +54,18 @@ class Conversion:
         return pools + 4 * self.slab_bytes
 
 
-def plan_conversion(source: Layout, target: Layout, *, slab_bytes: int = SLAB_BYTES) -> Conversion:
+def plan_conversion(
+    source: Layout, target: Layout, *, slab_bytes: int = SLAB_BYTES, platform: str | None = None
+) -> Conversion:
     """How `convert` goes about it.
+
+    Never in place on TPU: memory there is tiled by the last two axes, and the flat view of pages that an exchange in
+    place needs would be a copy of the whole pool, which costs as much as the target.
+
+    Args:
+      source, target: the layouts.
+      slab_bytes: bytes moved at a time.
+      platform: "cpu", "gpu" or "tpu"; None asks JAX for its default.
 
     Raises:
       ValueError: layouts of different tensors, sizes or shards: converting would lose or invent something; the message
@@ -62,7 +74,9 @@ def plan_conversion(source: Layout, target: Layout, *, slab_bytes: int = SLAB_BY
     _check_equal(source, target)
     page = max(_page_bytes(layout.local) for layout in (source, target))
     slab_pages = max(1, min(source.local.num_pages, slab_bytes // page))
-    return Conversion(source, target, _stays_in_pages(source.local, target.local), slab_pages, slab_pages * page)
+    platform = jax.default_backend() if platform is None else platform
+    in_place = platform != "tpu" and _stays_in_pages(source.local, target.local)
+    return Conversion(source, target, in_place, slab_pages, slab_pages * page)
 
 
 def convert(
@@ -122,16 +136,22 @@ def _convert_shard(pool: dict[str, Array], plan: Conversion) -> dict[str, Array]
         tensors: Tensors = {}
         for array in source.arrays:
             start, size = _box(source.dims(array), layer, page, count)
-            tensors |= _unpack(lax.dynamic_slice(pool[array.name], start, size), source, array, count)
+            slab = _row_major(lax.dynamic_slice(pool[array.name], start, size))
+            tensors |= _unpack(slab, source, array, count)
         slabs = {}
         for array in target.arrays:
             start, size = _box(target.dims(array), layer, page, count)
-            slab = _pack(_in_byte_order(tensors, plan), target, array, count)
-            slabs[array.name] = lax.dynamic_update_slice(out[array.name], slab.reshape(size), start)
+            slab = _row_major(_pack(_in_byte_order(tensors, plan), target, array, count).reshape(size))
+            slabs[array.name] = lax.dynamic_update_slice(out[array.name], slab, start)
         return slabs
 
     out = {array.name: jnp.zeros(target.shape(array), array.dtype) for array in target.arrays}
     return _for_slabs(move, source.layers, source.num_pages, plan.slab_pages, out)
+
+
+def _row_major(slab: Array) -> Array:
+    """The slab, laid out as its axes run.  XLA would otherwise lay out a whole pool to suit a slab's transposes."""
+    return with_layout_constraint(slab, MemoryLayout(tuple(range(slab.ndim))))
 
 
 def _rearrange(memory: Array, plan: Conversion, old: ArrayLayout, new: ArrayLayout) -> Array:
