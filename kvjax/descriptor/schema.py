@@ -202,7 +202,7 @@ class Descriptor(Typed):
     def from_bytes(cls, data: bytes) -> Descriptor:
         """The inverse of `to_bytes`; DescriptorError for anything else, or another version."""
         try:
-            match decode(data, _CLASSES):
+            match decode(data, RECORDS):
                 case ("kvjax.Descriptor", int(version), Descriptor() as found) if version == DESCRIPTOR_VERSION:
                     return found
         except EncodingError as error:
@@ -219,7 +219,7 @@ class DescriptorError(ValueError):
     """Bytes that are no descriptor of this version."""
 
 
-_CLASSES: dict[str, Any] = {
+RECORDS: dict[str, Any] = {
     cls.__name__: cls
     for cls in (
         Descriptor,
@@ -239,3 +239,4 @@ _CLASSES: dict[str, Any] = {
         Shard,
     )
 }
+"""Every dataclass that may occur in a descriptor, by name."""

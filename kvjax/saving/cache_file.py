@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -19,9 +18,10 @@ from kvjax.allocation import init
 from kvjax.attention.paged import Backend
 from kvjax.cache import KVCache
 from kvjax.descriptor import Descriptor, DescriptorError, DescriptorMismatch, explain
-from kvjax.pages import PageTable, check_invariants
+from kvjax.pages import check_invariants
 from kvjax.saving.container import CacheFileError, Container, read_container, write_container
 from kvjax.saving.description import shards_of
+from kvjax.saving.table_file import table_arrays, table_leaves, table_sizes, with_leaves
 from kvjax.storage import Pool
 
 
@@ -45,7 +45,7 @@ def save(cache: KVCache, path: str | os.PathLike[str], descriptor: Descriptor) -
     if broken:
         raise ValueError(f"the cache is not sound and was not saved: {'; '.join(broken[:8])}")
     _check_describes(cache, descriptor)
-    leaves = _table_leaves(cache.table)
+    leaves = table_leaves(cache.table)
     live = [np.flatnonzero(np.asarray(group.refcount)).astype(np.int32) for group in cache.table.groups]
     sections = {f"table{name}": leaf.nbytes for name, leaf in leaves.items()}
     for index, pools in enumerate(cache.pools):
@@ -65,7 +65,7 @@ def load(
 ) -> KVCache:
     """A cache from a file: the same rows, pages and pins as when it was saved, and as many pages.
 
-    The whole file is checked before the first array is made.
+    Length and checksum of the whole file are checked before the first array is made.
 
     Args:
       path: a file that `save` wrote.
@@ -82,14 +82,14 @@ def load(
     differences = explain(found, descriptor)
     if differences:
         raise DescriptorMismatch(f"the cache in {os.fspath(path)}", differences)
-    tables = _table_arrays(path, container, shapes)
-    sizes = _sizes(path, tables, descriptor)
+    tables = table_arrays(path, container, shapes)
+    sizes = table_sizes(path, tables, descriptor)
     cache = init(descriptor.spec, **sizes, backend=backend, mesh=mesh, shardings=shardings)
     own = replace(descriptor, pages=cache.layouts, shards=shards_of(cache))
     differences = explain(found, own)
     if differences:
         raise DescriptorMismatch(f"the cache in {os.fspath(path)}, for this backend and mesh,", differences)
-    table = _with_leaves(path, cache.table, tables)
+    table = with_leaves(path, cache.table, tables)
     live = [np.flatnonzero(np.asarray(group.refcount)).astype(np.int32) for group in table.groups]
     _check_lengths(path, cache, container, live)
     return replace(cache, table=table, pools=_filled(cache, container, live))
@@ -144,12 +144,6 @@ def _pool_section(group: int, name: str) -> str:
     return f"pools[{group}].{name}"
 
 
-def _table_leaves(table: PageTable) -> dict[str, np.ndarray]:
-    """The table's arrays on the host, by path."""
-    leaves, _ = jax.tree.flatten_with_path(table)
-    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
-
-
 def _header(path: Any, container: Container) -> tuple[Descriptor, dict[str, tuple[int, ...]]]:
     try:
         data, shapes = container.header
@@ -158,49 +152,6 @@ def _header(path: Any, container: Container) -> tuple[Descriptor, dict[str, tupl
         raise CacheFileError(path, "descriptor", str(error)) from error
     except (TypeError, ValueError) as error:
         raise CacheFileError(path, "header", f"is not that of a saved cache ({error})") from error
-
-
-def _table_arrays(path: Any, container: Container, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
-    arrays = {}
-    for name, shape in shapes.items():
-        section = container.sections.get(f"table{name}")
-        if section is None or section.size != 4 * math.prod(shape):
-            raise CacheFileError(path, f"table{name}", f"does not hold int32{list(shape)}")
-        arrays[name] = section.view(np.int32).reshape(shape)
-    return arrays
-
-
-def _sizes(path: Any, tables: Mapping[str, np.ndarray], descriptor: Descriptor) -> dict[str, Any]:
-    """The arguments of `init` that give a table of the saved sizes."""
-    try:
-        groups = range(len(descriptor.spec.groups))
-        page_size = [pages.page_size for pages in descriptor.pages]
-        widths = [tables[f".groups[{index}].pages"].shape[1] for index in groups]
-        return {
-            "rows": tables[".length"].shape[0],
-            "num_pages": [tables[f".groups[{index}].refcount"].shape[0] for index in groups],
-            "page_size": page_size,
-            "max_context": min(width * size for width, size in zip(widths, page_size, strict=True)),
-            "max_epochs": tables[".groups[0].fences"].shape[0],
-        }
-    except (KeyError, IndexError) as error:
-        raise CacheFileError(path, "table", f"lacks an array ({error})") from error
-
-
-def _with_leaves(path: Any, empty: PageTable, arrays: Mapping[str, np.ndarray]) -> PageTable:
-    """The saved table, on the devices of an empty one of its sizes; CacheFileError if it is not sound."""
-    leaves, structure = jax.tree.flatten_with_path(empty)
-    names = [jax.tree_util.keystr(place) for place, _ in leaves]
-    wrong = {name: leaf.shape for name, (_, leaf) in zip(names, leaves, strict=True)}
-    saved = {name: array.shape for name, array in arrays.items()}
-    if saved != wrong:
-        raise CacheFileError(path, "table", f"has arrays {saved}; a cache of these sizes has {wrong}")
-    placed = [jax.device_put(np.array(arrays[n]), leaf.sharding) for n, (_, leaf) in zip(names, leaves, strict=True)]
-    table = jax.tree.unflatten(structure, placed)
-    broken = check_invariants(table)
-    if broken:
-        raise CacheFileError(path, "table", f"is not sound: {'; '.join(broken[:8])}")
-    return table
 
 
 def _check_lengths(path: Any, cache: KVCache, container: Container, live: list[np.ndarray]) -> None:

@@ -15,7 +15,7 @@ from kvjax.layout import Shard
 
 
 def describe(cache: KVCache, tokens: Sequence[Sequence[int]], **contract: Any) -> Descriptor:
-    """The descriptor of a cache: spec, pages, shards and quantised tensors from it, the rest from the caller.
+    """The descriptor of a cache: spec, pages and shards from it, the rest from the caller.
 
     Args:
       cache: the cache.

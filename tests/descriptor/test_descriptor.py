@@ -24,7 +24,7 @@ from kvjax.descriptor import (
     weights_digest,
 )
 from kvjax.descriptor.explain import MEANINGS
-from kvjax.descriptor.schema import _CLASSES
+from kvjax.descriptor.schema import RECORDS
 from tests.descriptor.examples import ABSENT, EXAMPLE, single_changes, without
 
 
@@ -50,7 +50,7 @@ def test_a_part_that_is_absent_is_named():
 
 
 def test_every_field_has_a_meaning():
-    expected = {f"{cls.__name__}.{field.name}" for cls in _CLASSES.values() for field in fields(cls)}
+    expected = {f"{cls.__name__}.{field.name}" for cls in RECORDS.values() for field in fields(cls)}
     assert set(MEANINGS) == expected
 
 
