@@ -47,14 +47,17 @@ fuzz: $(VENV)/.installed
 
 in-place: $(VENV)/.installed
 	$(BIN)/python -m tests.compile.in_place cpu
+	$(BIN)/python -m tests.compile.layouts cpu
 
 aot-tpu: $(COMPILERS)/tpu/.installed
 	PYTHONPATH=$(COMPILERS)/tpu $(BIN)/python -m tests.compile.tpu
 	PYTHONPATH=$(COMPILERS)/tpu $(BIN)/python -m tests.compile.in_place tpu
+	PYTHONPATH=$(COMPILERS)/tpu $(BIN)/python -m tests.compile.layouts tpu
 
 aot-gpu: $(COMPILERS)/cuda/.installed
 	PYTHONPATH=$(COMPILERS)/cuda $(BIN)/python -m tests.compile.gpu
 	PYTHONPATH=$(COMPILERS)/cuda $(BIN)/python -m tests.compile.in_place gpu
+	PYTHONPATH=$(COMPILERS)/cuda $(BIN)/python -m tests.compile.layouts gpu
 
 $(VENV)/.installed: pyproject.toml
 	@test -n "$(PYTHON)" || { echo "kvjax needs Python 3.12 or newer; none found. Name one: make PYTHON=/path/to/python"; exit 1; }

@@ -111,7 +111,8 @@ def convert(
     return (_convert_donated if plan.in_place else _convert_copied)(dict(pool), plan, mesh)
 
 
-def _convert(pool: dict[str, Array], plan: Conversion, mesh: Mesh | None) -> dict[str, Array]:
+def convert_planned(pool: dict[str, Array], plan: Conversion, mesh: Mesh | None = None) -> dict[str, Array]:
+    """`convert` without its checks, to be jitted: donate `pool` if the plan is in place."""
     local = partial(_convert_shard, plan=plan)
     if not plan.source.shards:
         return local(pool)
@@ -122,8 +123,8 @@ def _convert(pool: dict[str, Array], plan: Conversion, mesh: Mesh | None) -> dic
     return jax.shard_map(local, mesh=mesh, in_specs=(specs[0],), out_specs=specs[1], check_vma=False)(pool)
 
 
-_convert_donated = jax.jit(_convert, static_argnames=("plan", "mesh"), donate_argnames="pool")
-_convert_copied = jax.jit(_convert, static_argnames=("plan", "mesh"))
+_convert_donated = jax.jit(convert_planned, static_argnames=("plan", "mesh"), donate_argnames="pool")
+_convert_copied = jax.jit(convert_planned, static_argnames=("plan", "mesh"))
 
 
 def _convert_shard(pool: dict[str, Array], plan: Conversion) -> dict[str, Array]:

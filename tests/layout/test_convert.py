@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from kvjax.layout import LAYOUTS, Layout, Shard, make_layout
 from kvjax.storage import convert, plan_conversion
-from kvjax.storage.convert import _convert_copied, _convert_donated
+from kvjax.storage.convert import convert_planned
 from tests.layout.foreign import Geometry, foreign_arrays
 from tests.layout.test_address import SCALED, SCALES, TAKE_UNEQUAL
 
@@ -93,8 +93,8 @@ def test_memory(target):
     source, target = layout_of("kvjax", geometry), layout_of(target, geometry)
     plan = plan_conversion(source, target, slab_bytes=1 << 16)
     pool = {array.name: jax.ShapeDtypeStruct(source.shape(array), array.dtype) for array in source.arrays}
-    function = _convert_donated if plan.in_place else _convert_copied
-    memory = function.lower(pool, plan, None).compile().memory_analysis()
+    function = jax.jit(partial(convert_planned, plan=plan), donate_argnums=(0,) if plan.in_place else ())
+    memory = function.lower(pool).compile().memory_analysis()
     total = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
     assert total - memory.alias_size_in_bytes <= plan.peak_bytes
     assert memory.temp_size_in_bytes <= 4 * plan.slab_bytes < source.nbytes // 8
