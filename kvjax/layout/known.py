@@ -48,7 +48,7 @@ def make_layout(
     """
     if name not in LAYOUTS:
         raise ValueError(f"layout {name!r} is not known; known: {', '.join(LAYOUTS)}")
-    arrays = tuple(_with_scales(array, scales) for array in LAYOUTS[name](group, page_size, **options))
+    arrays = tuple(_with_scales(array, scales) for array in LAYOUTS[name](name, group, page_size, **options))
     return Layout(name, len(group.layers), num_pages, page_size, arrays, shards)
 
 
@@ -70,15 +70,15 @@ def _canonical_arrays(page: PageLayout) -> tuple[ArrayLayout, ...]:
     )
 
 
-def _kvjax(group: GroupSpec, page_size: int, lane_multiple: int = 1) -> tuple[ArrayLayout, ...]:
+def _kvjax(name: str, group: GroupSpec, page_size: int, *, lane_multiple: int = 1) -> tuple[ArrayLayout, ...]:
     return _canonical_arrays(canonical_layout(group, page_size, lane_multiple=lane_multiple))
 
 
 def _stacked(order: str) -> Callable[..., tuple[ArrayLayout, ...]]:
     """K and V of equal width in one array, told apart by the kv axis."""
 
-    def arrays(group: GroupSpec, page_size: int) -> tuple[ArrayLayout, ...]:
-        k, v = _equal_pair(group, order)
+    def arrays(name: str, group: GroupSpec, page_size: int) -> tuple[ArrayLayout, ...]:
+        k, v = _equal_pair(name, group)
         return (_stack(k, v, order, k.width), *_others(group))
 
     return arrays
@@ -87,35 +87,35 @@ def _stacked(order: str) -> Callable[..., tuple[ArrayLayout, ...]]:
 def _separate(key_order: str, value_order: str | None = None) -> Callable[..., tuple[ArrayLayout, ...]]:
     """An array for K and one for V."""
 
-    def arrays(group: GroupSpec, page_size: int) -> tuple[ArrayLayout, ...]:
-        k, v = _pair(group)
+    def arrays(name: str, group: GroupSpec, page_size: int) -> tuple[ArrayLayout, ...]:
+        k, v = _pair(name, group)
         return (_alone(k, key_order), _alone(v, value_order or key_order), *_others(group))
 
     return arrays
 
 
-def _vllm_packed(group: GroupSpec, page_size: int) -> tuple[ArrayLayout, ...]:
+def _vllm_packed(name: str, group: GroupSpec, page_size: int) -> tuple[ArrayLayout, ...]:
     """vLLM's first paged kernel: K in vectors of 16 bytes with tokens between them, V with tokens innermost.
 
     key_cache `[blocks, heads, head_size / x, block_size, x]`, value_cache `[blocks, heads, head_size, block_size]`
     (vllm/attention/ops/paged_attn.py).
     """
-    k, v = _pair(group)
+    k, v = _pair(name, group)
     vector = max(1, 16 // np.dtype(k.dtype).itemsize)
     if k.width % vector:
-        raise ValueError(f"layout 'vllm_packed' cuts keys in vectors of {vector}; {k.width=} is no multiple of it")
+        raise ValueError(f"layout {name!r} cuts keys in vectors of {vector}; {k.width=} is no multiple of it")
     order = f"layer page head lane/{vector} token lane%{vector}"
     return (_alone(k, order), _alone(v, "layer page head lane token"), *_others(group))
 
 
-def _tpu_inference(group: GroupSpec, page_size: int) -> tuple[ArrayLayout, ...]:
+def _tpu_inference(name: str, group: GroupSpec, page_size: int) -> tuple[ArrayLayout, ...]:
     """tpu-inference's ragged paged attention v3: heads packed into 32-bit words, lanes padded to 128.
 
     `[pages, page_size, 2·heads / packing, packing, lanes]` with K and V of a head side by side on the combined axis
     (tpu_inference/kernels/ragged_paged_attention/v3/kernel.py); for head_dim 64 `[pages, page_size, heads / packing,
     packing, 128]` with K and V side by side in the lanes (kernel_hd64.py).
     """
-    k, v = _equal_pair(group, "tpu_inference")
+    k, v = _equal_pair(name, group)
     packing = max(1, 4 // np.dtype(k.dtype).itemsize)
     if k.width == TPU_LANES // 2:
         order = f"layer page token head/{packing} head%{packing} lane"
@@ -146,22 +146,24 @@ LAYOUTS: Mapping[str, Callable[..., tuple[ArrayLayout, ...]]] = MappingProxyType
         "token_major": _separate("layer (page token) head lane"),
     }
 )
-"""Arrays of each named layout for (group, page_size)."""
+"""By name: (name, group, page_size) → the arrays of the layout."""
 
 
-def _pair(group: GroupSpec) -> tuple[TensorSpec, TensorSpec]:
+def _pair(name: str, group: GroupSpec) -> tuple[TensorSpec, TensorSpec]:
     k, v = group.tensor("k"), group.tensor("v")
     if (k.heads, k.dtype) != (v.heads, v.dtype):
-        raise ValueError(f"group {group.name!r}: k and v differ in heads or dtype; use layout 'kvjax'")
+        raise ValueError(
+            f"layout {name!r}: k and v of group {group.name!r} differ in heads or dtype; use layout 'kvjax'"
+        )
     return k, v
 
 
-def _equal_pair(group: GroupSpec, layout: str) -> tuple[TensorSpec, TensorSpec]:
-    k, v = _pair(group)
+def _equal_pair(name: str, group: GroupSpec) -> tuple[TensorSpec, TensorSpec]:
+    k, v = _pair(name, group)
     if k.width != v.width:
         raise ValueError(
-            f"group {group.name!r}: keys of width {k.width} and values of width {v.width} do not share the axes of "
-            f"{layout!r}; use 'kvjax', 'jax_paged_attention', 'token_major' or 'vllm_packed'"
+            f"layout {name!r}: keys of width {k.width} and values of width {v.width} do not share its axes; use "
+            "'kvjax', 'jax_paged_attention', 'token_major' or 'vllm_packed'"
         )
     return k, v
 

@@ -33,7 +33,7 @@ def save(cache: KVCache, path: str | os.PathLike[str], descriptor: Descriptor) -
 
     Args:
       cache: the cache; it stays as it is.
-      path: where to; a file that is there is replaced.
+      path: where to; a file that is there is replaced.  Only its owner can read it.
       descriptor: what a reader must match (`kvjax.describe` makes it).
 
     Raises:

@@ -108,6 +108,8 @@ def convert(
         raise ValueError(f"pool holds arrays {got}; layout {source.name!r} has {expected}")
     if source.shards and mesh is None:
         raise ValueError(f"layout {source.name!r} is split over {source.shards}; pass mesh=")
+    if source == target:
+        return dict(pool)
     return (_convert_donated if plan.in_place else _convert_copied)(dict(pool), plan, mesh)
 
 
