@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
-from jaxtyping import Array, Int32
+from jaxtyping import Array, Int32, Shaped
 
 from kvjax.allocation import init
 from kvjax.attention.paged import Backend
@@ -23,6 +23,8 @@ from kvjax.saving.container import CacheFileError, Container, read_container, wr
 from kvjax.saving.description import shards_of
 from kvjax.saving.table_file import table_arrays, table_leaves, table_sizes, with_leaves
 from kvjax.storage import Pool
+
+Pages = Shaped[Array, "ids heads page_size lanes"]
 
 
 def save(cache: KVCache, path: str | os.PathLike[str], descriptor: Descriptor) -> None:
@@ -115,12 +117,12 @@ def _blocks(cache: KVCache, leaves: Mapping[str, np.ndarray], live: list[np.ndar
 
 
 @jax.jit
-def _take(pool: Pool, pages: Int32[Array, " ids"]) -> Pool:
+def _take(pool: Pool, pages: Int32[Array, " ids"]) -> Pages:
     return pool.at[pages].get(mode="clip")
 
 
 @partial(jax.jit, donate_argnums=0)
-def _put(pool: Pool, pages: Int32[Array, " ids"], block: Pool) -> Pool:
+def _put(pool: Pool, pages: Int32[Array, " ids"], block: Pages) -> Pool:
     return pool.at[pages].set(block, mode="drop", unique_indices=True)
 
 
