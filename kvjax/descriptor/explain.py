@@ -35,9 +35,14 @@ class DescriptorMismatch(ValueError):
       differences: what differs, in the order of the fields; never empty.
     """
 
-    def __init__(self, subject: str, differences: tuple[Difference, ...]) -> None:
+    def __init__(
+        self,
+        subject: str,
+        differences: tuple[Difference, ...],
+        repair: str = "Nothing was read; compute these tokens again",
+    ) -> None:
         lines = "; ".join(map(str, differences))
-        super().__init__(f"{subject} does not match in {lines}. Nothing was read; compute these tokens again")
+        super().__init__(f"{subject} does not match in {lines}. {repair}")
         self.differences = differences
 
 

@@ -20,7 +20,7 @@ from kvjax.cache import KVCache
 from kvjax.descriptor import Descriptor, DescriptorError, DescriptorMismatch, explain
 from kvjax.pages import check_invariants
 from kvjax.saving.container import CacheFileError, Container, read_container, write_container
-from kvjax.saving.description import shards_of
+from kvjax.saving.description import own_fields
 from kvjax.saving.table_file import table_arrays, table_leaves, table_sizes, with_leaves
 from kvjax.storage import Pool
 
@@ -87,7 +87,7 @@ def load(
     tables = table_arrays(path, container, shapes)
     sizes = table_sizes(path, tables, descriptor)
     cache = init(descriptor.spec, **sizes, backend=backend, mesh=mesh, shardings=shardings)
-    own = replace(descriptor, pages=cache.layouts, shards=shards_of(cache))
+    own = replace(descriptor, **own_fields(cache))
     differences = explain(found, own)
     if differences:
         raise DescriptorMismatch(f"the cache in {os.fspath(path)}, for this backend and mesh,", differences)
@@ -99,13 +99,14 @@ def load(
 
 def _check_describes(cache: KVCache, descriptor: Descriptor) -> None:
     """DescriptorMismatch unless the descriptor is that of this cache, as far as a cache knows."""
-    own = replace(descriptor, spec=cache.spec, pages=cache.layouts, shards=shards_of(cache))
+    own = replace(descriptor, **own_fields(cache))
     lengths = [length for length in np.asarray(cache.table.length).tolist() if length]
     if [tokens.computed for tokens in descriptor.tokens] != lengths:
         raise ValueError(f"descriptor.tokens={descriptor.tokens} must describe rows of {lengths} tokens, one each")
     differences = explain(own, descriptor)
     if differences:
-        raise DescriptorMismatch("the cache to be saved", differences)
+        repair = "Nothing was written; make the descriptor with kvjax.describe"
+        raise DescriptorMismatch("the cache to be saved", differences, repair)
 
 
 def _blocks(cache: KVCache, leaves: Mapping[str, np.ndarray], live: list[np.ndarray]) -> Iterator[np.ndarray]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from jax.sharding import NamedSharding
 
 from kvjax.cache import KVCache
 from kvjax.descriptor import Descriptor, tokens_of
-from kvjax.layout import Shard
+from kvjax.layout import CANONICAL_ORDER, Shard
 
 
 def describe(cache: KVCache, tokens: Sequence[Sequence[int]], **contract: Any) -> Descriptor:
@@ -29,15 +30,24 @@ def describe(cache: KVCache, tokens: Sequence[Sequence[int]], **contract: Any) -
     """
     descriptor = Descriptor(
         tokens=tuple(tokens_of(ids) for ids in tokens if len(ids)),
-        spec=cache.spec,
-        pages=cache.layouts,
-        shards=shards_of(cache),
+        **own_fields(cache),
         **contract,
     )
     lengths = np.asarray(cache.table.length).tolist()
     if [len(ids) for ids in tokens] != lengths:
         raise ValueError(f"rows hold {lengths} tokens, and ids are given for {[len(ids) for ids in tokens]}")
     return descriptor
+
+
+def own_fields(cache: KVCache) -> dict[str, Any]:
+    """The fields of a descriptor that follow from the cache and this machine."""
+    return {
+        "spec": cache.spec,
+        "pages": cache.layouts,
+        "order": CANONICAL_ORDER,
+        "shards": shards_of(cache),
+        "byte_order": sys.byteorder,
+    }
 
 
 def shards_of(cache: KVCache) -> tuple[Shard, ...]:

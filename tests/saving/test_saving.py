@@ -181,8 +181,11 @@ def test_what_a_cache_is_not_is_not_saved(saved, tmp_path):
     cache, _, descriptor, _ = saved
     path = tmp_path / "cache.kv"
     other = replace(descriptor, spec=kvjax.CacheSpec.uniform(layers=2, kv_heads=2, head_dim=8))
-    with pytest.raises(DescriptorMismatch, match=r"to be saved does not match in spec.groups\[0\].tensors\[0\].dtype"):
+    with pytest.raises(DescriptorMismatch, match=r"in spec.groups\[0\].tensors\[0\].dtype.*Nothing was written"):
         kvjax.save(cache, path, other)
+    for field, value in (("order", "layer page head token lane"), ("byte_order", "big"), ("pages", ())):
+        with pytest.raises(DescriptorMismatch, match=f"to be saved does not match in {field}"):
+            kvjax.save(cache, path, replace(descriptor, **{field: value}))
     with pytest.raises(ValueError, match=r"rows of \[26, 41, 22\] tokens"):
         kvjax.save(cache, path, replace(descriptor, tokens=descriptor.tokens[:2]))
     group = cache.table.groups[0]
