@@ -27,7 +27,6 @@ from kvjax.layout import physical_slot
 from kvjax.pages import Fault, PageTableError, Status, check_invariants, raise_for_status
 from kvjax.saving import describe, load, save
 from kvjax.spec import CacheSpec, GroupSpec, TensorSpec
-from kvjax.storage import convert
 
 __all__ = [
     "CacheSpec",
@@ -45,7 +44,6 @@ __all__ = [
     "attend",
     "check_invariants",
     "commit",
-    "convert",
     "describe",
     "fork",
     "init",
