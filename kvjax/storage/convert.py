@@ -8,7 +8,7 @@ in the same place in both layouts, its slabs go back to where they came from: th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,16 +18,13 @@ from jax import lax
 from jax.experimental.layout import Layout as MemoryLayout
 from jax.experimental.layout import with_layout_constraint
 from jax.sharding import Mesh, PartitionSpec
-from jaxtyping import Array, Int32, Shaped
+from jaxtyping import Array
 
-from kvjax.layout.order import AXES, Dims, Factor
 from kvjax.layout.schema import ArrayLayout, Layout
+from kvjax.storage.slabs import Index, Tensors, box, pack, unpack
 
 SLAB_BYTES = 4 << 20
 """Bytes of source pages that are moved at a time."""
-
-Index = Int32[Array, ""]
-Tensors = dict[str, Shaped[Array, "pages tokens heads width"]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,13 +135,13 @@ def _convert_shard(pool: dict[str, Array], plan: Conversion) -> dict[str, Array]
     def move(layer: Index, page: Index, count: int, out: dict[str, Array]) -> dict[str, Array]:
         tensors: Tensors = {}
         for array in source.arrays:
-            start, size = _box(source.dims(array), layer, page, count)
+            start, size = box(source.dims(array), layer, page, count)
             slab = _row_major(lax.dynamic_slice(pool[array.name], start, size))
-            tensors |= _unpack(slab, source, array, count)
+            tensors |= unpack(slab, source, array, count)
         slabs = {}
         for array in target.arrays:
-            start, size = _box(target.dims(array), layer, page, count)
-            slab = _row_major(_pack(_in_byte_order(tensors, plan), target, array, count).reshape(size))
+            start, size = box(target.dims(array), layer, page, count)
+            slab = _row_major(pack(_in_byte_order(tensors, plan), target, array, count).reshape(size))
             slabs[array.name] = lax.dynamic_update_slice(out[array.name], slab, start)
         return slabs
 
@@ -165,8 +162,8 @@ def _rearrange(memory: Array, plan: Conversion, old: ArrayLayout, new: ArrayLayo
 
     def move(_: Index, page: Index, count: int, flat: Array) -> Array:
         slab = lax.dynamic_slice_in_dim(flat, page, count)
-        tensors = _in_byte_order(_unpack(slab, source, old, count), plan)
-        return lax.dynamic_update_slice_in_dim(flat, _pack(tensors, target, new, count).reshape(count, -1), page, 0)
+        tensors = _in_byte_order(unpack(slab, source, old, count), plan)
+        return lax.dynamic_update_slice_in_dim(flat, pack(tensors, target, new, count).reshape(count, -1), page, 0)
 
     return _for_slabs(move, 1, number, plan.slab_pages, flat).reshape(target.shape(new))
 
@@ -185,58 +182,6 @@ def _for_slabs[State](
         last = jnp.int32(whole * slab_pages)
         state = lax.fori_loop(0, layers, lambda layer, state: move(layer, last, rest, state), state)
     return state
-
-
-def _box(dims: Dims, layer: Index, page: Index, count: int) -> tuple[list[Index], list[int]]:
-    """Start and size, in an array, of `count` pages of a layer."""
-    starts, sizes = [], []
-    for dim in dims:
-        start, size = jnp.int32(0), 1
-        for factor in dim:
-            index = {"layer": layer, "page": page}.get(factor.axis, 0)
-            start = start * factor.size + index
-            size = size * _size_in_slab(factor, count)
-        starts.append(start)
-        sizes.append(size)
-    return starts, sizes
-
-
-def _size_in_slab(factor: Factor, count: int) -> int:
-    return {"layer": 1, "page": count}.get(factor.axis, factor.size)
-
-
-def _unpack(slab: Array, layout: Layout, array: ArrayLayout, count: int) -> Tensors:
-    """The tensors in a slab of `count` pages."""
-    factors = [factor for dim in layout.dims(array) for factor in dim]
-    plain = slab.reshape([_size_in_slab(factor, count) for factor in factors]).transpose(_plain_order(factors))
-    plain = plain.reshape(count, *_padded(factors))
-    tokens = layout.extent(array, "token")
-    return {
-        tensor.name: plain[:, tensor.kv, :tokens, : tensor.heads, tensor.lane : tensor.lane + tensor.width]
-        for tensor in array.tensors
-    }
-
-
-def _pack(tensors: Tensors, layout: Layout, array: ArrayLayout, count: int) -> Array:
-    """The inverse of `_unpack`, in the order of the array's factors; padding is zero."""
-    factors = [factor for dim in layout.dims(array) for factor in dim]
-    order = _plain_order(factors)
-    plain = jnp.zeros((count, *_padded(factors)), array.dtype)
-    for tensor in array.tensors:
-        start = (0, tensor.kv, 0, 0, tensor.lane)
-        plain = lax.dynamic_update_slice(plain, tensors[tensor.name][:, None], start)
-    plain = plain.reshape([_size_in_slab(factors[index], count) for index in order])
-    return plain.transpose([order.index(index) for index in range(len(order))])
-
-
-def _plain_order(factors: Sequence[Factor]) -> list[int]:
-    """The places of the factors in the order of `AXES`, the outer part of a cut axis first."""
-    return sorted(range(len(factors)), key=lambda index: (AXES.index(factors[index].axis), -factors[index].stride))
-
-
-def _padded(factors: Sequence[Factor]) -> list[int]:
-    """Sizes of (kv, token, head, lane), padding included."""
-    return [math.prod(factor.size for factor in factors if factor.axis == axis) for axis in AXES[2:]]
 
 
 def _in_byte_order(tensors: Tensors, plan: Conversion) -> Tensors:
