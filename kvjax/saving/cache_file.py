@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
-from jaxtyping import Array, Int32, Shaped
 
 from kvjax.allocation import init
 from kvjax.attention.paged import Backend
@@ -22,16 +21,17 @@ from kvjax.pages import check_invariants
 from kvjax.saving.container import CacheFileError, Container, read_container, write_container
 from kvjax.saving.description import own_fields
 from kvjax.saving.table_file import table_arrays, table_leaves, table_sizes, with_leaves
-from kvjax.storage import Pool
+from kvjax.storage import Pool, read_pages, write_pages
 
-Pages = Shaped[Array, "ids heads page_size lanes"]
+RUN_PAGES = 256
+"""Pages of a pool, in all layers, that are moved at a time.  A section holds its pages in runs of so many."""
 
 
 def save(cache: KVCache, path: str | os.PathLike[str], descriptor: Descriptor) -> None:
     """Writes a cache to a file, at once or not at all.
 
     The file holds the descriptor, the table and the pages that a row or a pin holds, and a checksum over all of it.
-    Waits for the device; costs one pass over the held pages, and host memory for those of one layer.
+    Waits for the device; costs one pass over the held pages, and host memory for a run of them.
 
     Args:
       cache: the cache; it stays as it is.
@@ -110,37 +110,38 @@ def _check_describes(cache: KVCache, descriptor: Descriptor) -> None:
 
 
 def _blocks(cache: KVCache, leaves: Mapping[str, np.ndarray], live: list[np.ndarray]) -> Iterator[np.ndarray]:
+    """The bytes of all sections, in order."""
     yield from leaves.values()
     for pools, group, ids in zip(cache.pools, cache.table.groups, live, strict=True):
         for pool in pools.values():
-            for first in range(0, pool.shape[0], group.num_pages):
-                yield np.asarray(_take(pool, jnp.asarray(first + ids)))
-
-
-@jax.jit
-def _take(pool: Pool, pages: Int32[Array, " ids"]) -> Pages:
-    return pool.at[pages].get(mode="clip")
-
-
-@partial(jax.jit, donate_argnums=0)
-def _put(pool: Pool, pages: Int32[Array, " ids"], block: Pages) -> Pool:
-    return pool.at[pages].set(block, mode="drop", unique_indices=True)
+            for run in _runs(ids):
+                yield np.asarray(_read(pool, group.num_pages, jnp.asarray(run)))
 
 
 def _filled(cache: KVCache, container: Container, live: list[np.ndarray]) -> tuple[dict[str, Pool], ...]:
-    """The pools with the saved pages where they were, a layer at a time."""
+    """The pools with the saved pages where they were."""
     filled = []
     for index, (pools, group, ids) in enumerate(zip(cache.pools, cache.table.groups, live, strict=True)):
         done = {}
         for name, pool in pools.items():
-            layers = pool.shape[0] // group.num_pages
-            blocks = container.sections[_pool_section(index, name)].view(pool.dtype)
-            blocks = blocks.reshape(layers, len(ids), *pool.shape[1:])
-            for layer, block in enumerate(blocks if len(ids) else ()):
-                pool = _put(pool, jnp.asarray(layer * group.num_pages + ids), np.ascontiguousarray(block))
+            layers, start = pool.shape[0] // group.num_pages, 0
+            section = container.sections[_pool_section(index, name)].view(pool.dtype)
+            for run in _runs(ids):
+                shape = (layers, len(run), *pool.shape[1:])
+                images = section[start : start + math.prod(shape)].reshape(shape)
+                pool = _write(pool, group.num_pages, jnp.asarray(run), np.ascontiguousarray(images))
+                start += images.size
             done[name] = pool
         filled.append(done)
     return tuple(filled)
+
+
+def _runs(ids: np.ndarray) -> list[np.ndarray]:
+    return [ids[first : first + RUN_PAGES] for first in range(0, len(ids), RUN_PAGES)]
+
+
+_read = jax.jit(read_pages, static_argnames="num_pages")
+_write = jax.jit(write_pages, static_argnames="num_pages", donate_argnames="pool")
 
 
 def _pool_section(group: int, name: str) -> str:

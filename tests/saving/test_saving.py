@@ -57,6 +57,16 @@ def test_a_loaded_cache_decodes_on_to_the_same_tokens(saved):
     np.testing.assert_array_equal(decode_on(loaded, tokens), decode_on(cache, tokens))
 
 
+def test_pages_are_moved_in_runs(saved, tmp_path, monkeypatch):
+    """More pages than one run holds, and a shorter last one."""
+    cache, tokens, descriptor, _ = saved
+    monkeypatch.setattr("kvjax.saving.cache_file.RUN_PAGES", 10)
+    assert int(cache.table.groups[0].held) % 10 and int(cache.table.groups[0].held) > 20
+    kvjax.save(cache, tmp_path / "runs.kv", descriptor)
+    loaded = kvjax.load(tmp_path / "runs.kv", descriptor, backend="xla")
+    np.testing.assert_array_equal(decode_on(loaded, tokens), decode_on(cache, tokens))
+
+
 def test_only_live_pages_are_written(saved):
     cache, _, descriptor, path = saved
     held = int(cache.table.groups[0].held)
@@ -71,8 +81,12 @@ def test_only_live_pages_are_written(saved):
 def test_a_file_without_a_pages_bytes_would_be_noticed(saved, monkeypatch):
     """The token check sees it when one live page comes back empty."""
     cache, tokens, descriptor, path = saved
-    put = kvjax.saving.cache_file._put
-    monkeypatch.setattr("kvjax.saving.cache_file._put", lambda pool, pages, block: put(pool, pages[1:], block[1:]))
+    write = kvjax.saving.cache_file._write
+
+    def forgetful(pool, num_pages, pages, images):
+        return write(pool, num_pages, pages.at[0].set(num_pages), images)
+
+    monkeypatch.setattr("kvjax.saving.cache_file._write", forgetful)
     loaded = kvjax.load(path, descriptor, backend="xla")
     assert (decode_on(loaded, tokens) != decode_on(cache, tokens)).any()
 
