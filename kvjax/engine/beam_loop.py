@@ -18,6 +18,7 @@ import kvjax
 from kvjax.cache import KVCache
 from kvjax.engine.beam_rules import extend, start_beams
 from kvjax.engine.beam_state import Prompts, Rules, Search
+from kvjax.engine.steps import Log
 from kvjax.models.protocol import Model
 from kvjax.pages.status import Status
 
@@ -51,6 +52,9 @@ def beam_search(
     max_pages = number * num_beams * max(-(-(width + rules.max_tokens) // g.page_size) for g in cache.table.groups)
     # Every step brings each live prompt a token, or costs a prompt its place.
     max_steps = rules.max_tokens + number
+    # So does every step that reads: a whole chunk, or the last of the prompts.
+    max_logged = max_steps + number * width // chunk + 1 + number
+    nothing = jnp.zeros((max_logged, cache.rows), jnp.int32)
     last = jnp.take_along_axis(prompts.tokens, prompts.length[:, None] - 1, axis=1)
     begin = Search(
         beams=start_beams(jnp.ones(number, bool), num_beams, rules.max_tokens),
@@ -60,6 +64,7 @@ def beam_search(
         held=jnp.zeros(max_steps, jnp.int32),
         mapped=jnp.zeros(max_steps, jnp.int32),
         copies=jnp.int32(0),
+        log=Log(jnp.int32(0), nothing, nothing, nothing),
     )
 
     def read(state: tuple[KVCache, Search]) -> tuple[KVCache, Search]:
@@ -93,14 +98,13 @@ def _prefill_step(
     unread = _unread(cache, search, prompts)
     share = jnp.clip(chunk - (jnp.cumsum(unread) - unread), 0, unread)
     first = jnp.arange(number, dtype=jnp.int32) * num_beams
-    cache, grant = kvjax.reserve(
-        kvjax.advance(cache), jnp.zeros(cache.rows, jnp.int32).at[first].set(share), max_tokens=chunk
-    )
+    counts = jnp.zeros(cache.rows, jnp.int32).at[first].set(share)
+    cache, grant = kvjax.reserve(kvjax.advance(cache), counts, max_tokens=chunk)
     tokens = prompts.tokens.at[grant.row // num_beams, grant.position].get(mode="fill", fill_value=0)
     _, cache = model.forward(parameters, cache, grant, tokens)
     cache = kvjax.commit(cache, grant.tokens)
     search = _give_way(search, grant.status)
-    return _permute(cache, search.beams.live, _themselves(search), max_pages), search
+    return _permute(cache, search, _themselves(search), max_pages, counts, grant.tokens)
 
 
 def _decode_step(
@@ -122,7 +126,8 @@ def _decode_step(
     served = beams.live & jnp.all(grant.tokens[:used].reshape(number, num_beams) == asking, axis=1)
     # What a part of a prompt's beams was granted stays reserved, and is asked for again in the next step.
     granted = jnp.where(jnp.repeat(served, num_beams), grant.tokens[:used], 0)
-    cache = kvjax.commit(cache, jnp.zeros_like(counts).at[:used].set(granted))
+    committed = jnp.zeros_like(counts).at[:used].set(granted)
+    cache = kvjax.commit(cache, committed)
     logits = model.logits(parameters, hidden.at[grant.last[:used]].get(mode="clip"))
 
     extended, parent = extend(beams, logits.reshape(number, num_beams, -1), rules)
@@ -135,9 +140,10 @@ def _decode_step(
         held=search.held.at[search.steps].set(held),
         mapped=search.mapped.at[search.steps].set(mapped),
         copies=search.copies + grant.copies,
+        log=search.log,
     )
     search = _give_way(search, grant.status)
-    return _permute(cache, search.beams.live, _where(served, parent, _themselves(search)), max_pages), search
+    return _permute(cache, search, _where(served, parent, _themselves(search)), max_pages, counts, committed)
 
 
 def _give_way(search: Search, status: Int32[Array, " rows"]) -> Search:
@@ -154,16 +160,24 @@ def _give_way(search: Search, status: Int32[Array, " rows"]) -> Search:
 
 
 def _permute(
-    cache: KVCache, live: Bool[Array, " prompts"], parent: Int32[Array, "prompts beams"], max_pages: int
-) -> KVCache:
-    """Every row of a live prompt takes the pages of its parent beam; the rows of the others are emptied."""
+    cache: KVCache,
+    search: Search,
+    parent: Int32[Array, "prompts beams"],
+    max_pages: int,
+    reserved: Int32[Array, " rows"],
+    committed: Int32[Array, " rows"],
+) -> tuple[KVCache, Search]:
+    """Every row of a live prompt takes the pages of its parent beam; the rows of the others are emptied.
+
+    It ends the step, which is entered in the log with what it reserved and committed.
+    """
     number, num_beams = parent.shape
     row = jnp.arange(number, dtype=jnp.int32)[:, None] * num_beams + parent
-    row = jnp.where(live[:, None], row, cache.rows).reshape(number * num_beams)
-    others = jnp.arange(number * num_beams, cache.rows, dtype=jnp.int32)
+    row = jnp.where(search.beams.live[:, None], row, cache.rows).reshape(number * num_beams)
+    row = jnp.concatenate([row, jnp.arange(number * num_beams, cache.rows, dtype=jnp.int32)])
     # No row can be refused: rows that move have committed all they reserved, and `max_pages` is all they may map.
-    cache, _ = kvjax.reorder(cache, jnp.concatenate([row, others]), max_pages=max_pages)
-    return cache
+    cache, _ = kvjax.reorder(cache, row, max_pages=max_pages)
+    return cache, replace(search, log=search.log.append(reserved, committed, row))
 
 
 def _themselves(search: Search) -> Int32[Array, "prompts beams"]:

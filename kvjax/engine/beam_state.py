@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import jax
 from jaxtyping import Array, Bool, Float32, Int32
 
+from kvjax.engine.steps import Log
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,7 @@ class Search:
       held: pages held in each of them, over all groups.
       mapped: the pages that its rows mapped, each row's counted for itself: what they would hold without sharing.
       copies: pages copied on write.
+      log: what moved ownership, step by step, those that read the prompts included.
     """
 
     beams: Beams
@@ -93,3 +96,4 @@ class Search:
     held: Int32[Array, " max_steps"]
     mapped: Int32[Array, " max_steps"]
     copies: Int32[Array, ""]
+    log: Log

@@ -147,7 +147,7 @@ def decode_burst(
             accepted=report.accepted + jnp.sum(jnp.maximum(emitted - 1, 0), dtype=jnp.int32),
             free=backing.free(cache),
             faults=backing.faults(cache),
-            log=report.log.append(state.step, count, committed),
+            log=report.log.append(count, committed),
         )
         joined = jnp.concatenate([state.history, token], axis=1)
         newest = emitted[:, None] + jnp.arange(drafter.seen, dtype=jnp.int32)

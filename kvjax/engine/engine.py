@@ -49,7 +49,8 @@ class Engine:
       host_bytes: host memory that swapped pages may take, for "swap"; who finds no room there is recomputed.
       drafter: who guesses tokens ahead; see `speculation`.  The tokens are the same, whoever does.
       on_tokens: called with (request id, new tokens) as they come, while the device works on; from a thread of the
-        runtime, and perhaps with tokens past a stop string, which end up in no result.
+        runtime, and perhaps with tokens past a stop string, which end up in no result.  What it raises, `step` raises
+        once the step is done; until then it is not called again.
       smallest_bucket: batches are padded to powers of two from here up: fewer compilations, more padding.
       decode: token ids → text; needed for stop strings and text in results.
       clock: seconds, monotonic.
@@ -93,6 +94,7 @@ class Engine:
         self._clock = clock
         self._page_map = page_map
         self._on_tokens = on_tokens
+        self._stream_problem: Exception | None = None
         drafter = NoDrafts() if drafter is None else drafter
         model = drafter.serve_with(model)
         # One row more than registered prefixes need: only the first group in the queue ever computes its own.
@@ -317,15 +319,13 @@ class Engine:
             for share in shares
             if isinstance(share.sequence, Generation) and share.count == share.sequence.pending
         ]
-        if len(sampling) == len(shares) and all(share.count == 1 for share in shares):
+        bursting = len(sampling) == len(shares) and all(share.count == 1 for share in shares)
+        if bursting:
             report = self._runner.burst(sampling, yield_early=bool(self._scheduler.waiting))
             self._recorder.bursts += 1
         else:
             report = self._runner.mixed(shares, sampling)
             self._recorder.steps += 1
-            if self._on_tokens is not None:
-                self._runner.bursting = tuple(sampling)
-                self._stream(report.tokens, report.produced)
         self._recorder.copies_on_write += int(report.copies)
         self._recorder.drafted_tokens += int(report.drafted)
         self._recorder.accepted_tokens += int(report.accepted)
@@ -337,14 +337,26 @@ class Engine:
         self._observe()
         self._hand_out(sampling, report)
         self._make_room(shares, report)
+        if self._on_tokens is not None:
+            if not bursting:
+                self._runner.bursting = tuple(sampling)
+                self._stream(report.tokens, report.produced)
+            problem, self._stream_problem = self._stream_problem, None
+            if problem is not None:
+                raise problem
 
     def _stream(self, tokens: ArrayLike, count: ArrayLike) -> None:
         """Tells of one step of a burst while the burst goes on."""
         assert self._on_tokens is not None
         tokens, count = np.asarray(tokens), np.asarray(count)
         for slot, generation in enumerate(self._runner.bursting):
-            if count[slot]:
-                self._on_tokens(generation.id, tuple(tokens[slot, : count[slot]].tolist()))
+            if count[slot] and self._stream_problem is None:
+                try:
+                    self._on_tokens(generation.id, tuple(tokens[slot, : count[slot]].tolist()))
+                except (
+                    Exception
+                ) as error:  # raised by `step`: an exception here would cost the device call, and the cache
+                    self._stream_problem = error
 
     def _hand_out(self, sampling: Ordered[Generation], report: Report) -> None:
         """Gives every generation the tokens it sampled; ends those that are done."""

@@ -15,7 +15,7 @@ import jax
 from jax import lax
 from jaxtyping import Array, Int32
 
-from kvjax.cache import KVCache
+from kvjax.cache import KVCache, reorder
 from kvjax.engine.backing import Backing
 from kvjax.engine.steps import Log, close_step, open_step
 from kvjax.pages import GroupShape, PageTable
@@ -34,13 +34,26 @@ def without_bytes(cache: KVCache) -> KVCache:
 
 
 def replay(
-    backing: Backing, max_tokens: int, drafts: int, slots: int, cache: Any, log: Log, order: Int32[Array, " rows"]
+    backing: Backing,
+    max_tokens: int,
+    drafts: int,
+    slots: int,
+    cache: Any,
+    log: Log,
+    order: Int32[Array, " rows"],
+    max_pages: int = 0,
 ) -> Any:
-    """The cache after the steps of a log, which were run with the same arguments; traceable."""
+    """The cache after the steps of a log, which were run with the same arguments; traceable.
+
+    `max_tokens` may be larger than it was.  `max_pages` bounds the reorders, if the log has any.
+    """
 
     def one(step: Int32[Array, ""], cache: Any) -> Any:
         cache, grant = open_step(backing, cache, log.reserve[step], order, max_tokens=max_tokens)
-        return close_step(backing, cache, grant, log.commit[step], drafts=drafts, slots=slots)
+        cache = close_step(backing, cache, grant, log.commit[step], drafts=drafts, slots=slots)
+        if log.parent is not None:
+            cache, _ = reorder(cache, log.parent[step], max_pages=max_pages)
+        return cache
 
     return lax.fori_loop(0, log.steps, one, cache)
 

@@ -70,15 +70,27 @@ class Log:
       steps: steps that ran.
       reserve: tokens each row asked for.
       commit: tokens each row committed.
+      parent: for steps that end with a `kvjax.reorder`, whose pages each row took.
     """
 
     steps: Int32[Array, ""]
     reserve: Int32[Array, "capacity rows"]
     commit: Int32[Array, "capacity rows"]
+    parent: Int32[Array, "capacity rows"] | None = None
 
-    def append(self, step: Int32[Array, ""], reserve: Int32[Array, " rows"], commit: Int32[Array, " rows"]) -> Log:
+    def append(
+        self,
+        reserve: Int32[Array, " rows"],
+        commit: Int32[Array, " rows"],
+        parent: Int32[Array, " rows"] | None = None,
+    ) -> Log:
         """The log with one more step."""
-        return Log(step + 1, self.reserve.at[step].set(reserve), self.commit.at[step].set(commit))
+        return Log(
+            self.steps + 1,
+            self.reserve.at[self.steps].set(reserve),
+            self.commit.at[self.steps].set(commit),
+            None if self.parent is None else self.parent.at[self.steps].set(parent),
+        )
 
 
 @jax.tree_util.register_dataclass

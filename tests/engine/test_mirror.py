@@ -1,15 +1,16 @@
 """The mirror on the host: transitions replayed on a CPU device give the same table, bit for bit; nothing is read."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import numpy as np
 import pytest
 
-from kvjax.engine import DraftModel, PromptLookup, Request
-from kvjax.engine.mirror import Mirror
+from kvjax.engine import BeamOptions, BeamSearch, DraftModel, PromptLookup, Request
+from kvjax.engine.mirror import Mirror, replay, without_bytes
 from kvjax.engine.steps import Log
-from kvjax.pages import check_invariants
+from kvjax.pages import Status, check_invariants
 from tests.engine.serving import PREFIX, contiguous, make_engine, model, paged
 from tests.engine.tiny_model import VOCABULARY
 
@@ -57,6 +58,24 @@ def test_both_tables_agree_over_a_long_random_run(name):
     assert metrics.preemptions > 0 and metrics.copies_on_write > 0 and metrics.finished["cancelled"] > 0, metrics
     assert metrics.swapped_pages > 0 or "swap" not in name
     assert metrics.drafted_tokens > metrics.accepted_tokens or name != "lookup, swap"
+
+
+def test_a_beam_search_replays_from_its_log():
+    """Twelve beams that fork and die in one device call, over a pool that one prompt must leave."""
+    draw, options = np.random.default_rng(2), BeamOptions(num_beams=3, max_new_tokens=10, eos=(7,))
+    prompts = [draw.integers(0, VOCABULARY, size).tolist() for size in (13, 1, 30, 8)]
+    beams = BeamSearch(model(), rows=12, num_pages=22, page_size=4, max_context=64, chunk=16)
+    logs = []
+    search = beams._search
+    beams._search = lambda *args, **kwargs: (found := search(*args, **kwargs), logs.append(found[1].log))[0]
+    replayed, order = without_bytes(beams.cache), np.arange(12, dtype=np.int32)
+    for _ in range(2):
+        assert {result.status for result in beams.run(prompts, options).results} > {Status.OK}
+        again = partial(replay, paged(22, 4), 16, 0, 0, max_pages=12 * 16)
+        replayed = jax.jit(again)(replayed, jax.device_get(logs[-1]), order)
+    assert logs[-1].steps > 12
+    for one, other in zip(jax.tree.leaves(beams.cache.table), jax.tree.leaves(replayed.table), strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 @pytest.mark.parametrize("field", ["reserve", "commit"])

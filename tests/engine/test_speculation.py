@@ -212,3 +212,21 @@ def test_tokens_are_told_while_the_burst_runs(drafter):
         number: result.tokens for number, result in engine.results.items()
     }
     assert all(early) and engine.metrics().bursts > 0
+
+
+def test_a_listener_that_fails_costs_nothing_but_its_own_news():
+    def listen(number, tokens):
+        raise RuntimeError("no more news")
+
+    engine = make_engine(paged(64, 16), on_tokens=listen)
+    for request in greedy(PROMPTS[:2]):
+        engine.submit(request)
+    failures = 0
+    while not engine.idle:
+        try:
+            engine.step()
+        except RuntimeError as error:
+            assert "no more news" in str(error)
+            failures += 1
+    assert failures > 1
+    assert_expected(engine.run(), "a failing listener")
