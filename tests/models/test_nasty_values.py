@@ -51,7 +51,7 @@ UNREAD = ("attention_dropout", "dtype", "initializer_range", "pad_token_id", "pr
 STORED = json.loads((FIXTURES / "tiny-llama" / "config.json").read_text())
 CONFIG = {name: value for name, value in STORED.items() if name not in (*UNREAD, "bos_token_id", "use_cache")} | {
     "eos_token_id": 2,
-    "layer_types": ["full_attention"] * 2,
+    "layer_types": None,
     "sliding_window": None,
     "partial_rotary_factor": 1.0,
     "rope_theta": 10000.0,
