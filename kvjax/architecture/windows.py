@@ -13,12 +13,16 @@ WINDOW_USE = "tokens a sliding-window layer keeps"
 
 
 def no_windows(fields: Fields, layers: int) -> Windows:
+    """Families without windows; a file that names the kind of every layer can only name one."""
+    fields.layer_kinds("layer_types", "which layers have a window", layers, (FULL,))
     return (None,) * layers
 
 
 def one_window(fields: Fields, layers: int) -> Windows:
-    """Mixtral, Phi-3: every layer has the window, if there is one."""
-    return (fields.optional("sliding_window", WINDOW_USE),) * layers
+    """Mixtral, Phi-3: every layer has the window, if there is one and `layer_types` does not say otherwise."""
+    window = fields.optional("sliding_window", WINDOW_USE)
+    kinds = fields.layer_kinds("layer_types", "which layers have a window", layers, (FULL, SLIDING))
+    return (window,) * layers if kinds is None else _from_kinds(kinds, window)
 
 
 def stated_window(fields: Fields, layers: int) -> Windows:

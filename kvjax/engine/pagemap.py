@@ -101,8 +101,12 @@ FREE_COLOUR = np.array([0.96, 0.96, 0.96])
 
 
 def _palette(number: int) -> np.ndarray:
-    """`number` distinguishable colours; the first, for what is recorded first, is a dark grey."""
+    """`number` distinguishable colours; the first, for what is recorded first, is a dark grey.
+
+    No other is grey: that is the colour of the legend's "shared" and, very light, of free pages.
+    """
     from matplotlib import colormaps
 
     table = np.concatenate([colormaps[name](np.arange(20))[:, :3] for name in ("tab20", "tab20b", "tab20c")])
+    table = table[np.ptp(table, axis=1) > 0.05]
     return np.concatenate([[[0.25, 0.25, 0.25]], table])[np.arange(number) % (len(table) + 1)]

@@ -151,7 +151,7 @@ REFUSED = {
     "a new window": ("llama-3-8b", {"local_window": 512}, "'local_window' = 512"),
     "a new rank": ("qwen3-8b", {"kv_rank": 64}, "'kv_rank' = 64"),
     "a new state": ("qwen3-8b", {"memory_state_size": 64}, "'memory_state_size' = 64"),
-    "layer kinds": ("llama-3-8b", {"layer_types": ["full_attention"] * 32}, "'layer_types'"),
+    "layer kinds": ("llama-3-8b", {"layer_types": ["full_attention"] * 31 + ["sliding_attention"]}, "at layer 31"),
     "an unknown kind": ("gemma-3-270m", {"layer_types": ["sparse"] * 18}, "'sparse' at layer 0"),
     "too few kinds": ("gpt-oss-20b", {"layer_types": ["full_attention"]}, "one element for each of 24 layers"),
     "no window": ("gpt-oss-20b", {"sliding_window": None}, "'sliding_attention' and sliding_window is null"),
@@ -288,3 +288,19 @@ def test_gguf_headers_that_are_refused(header, message):
 def test_configs_are_small():
     for name in NAMES:
         assert len(json.dumps(config(name))) < 6000
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_layers_that_are_all_named_full_are_layers_without_a_window(family):
+    config = {
+        "model_type": family,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "hidden_size": 64,
+        "sliding_window": None,
+        "layer_types": ["full_attention"] * 2,
+    }
+    assert [group.window for group in read_architecture(config).groups] == [None]
+    with pytest.raises(ConfigError, match="layer_types"):
+        read_architecture(config | {"layer_types": ["full_attention", "sliding_attention"]})
