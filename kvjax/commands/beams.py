@@ -37,7 +37,10 @@ OF_BEAMS: dict[str, Any] = {"length_penalty": 1.0, "early_stopping": "false", "n
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Flags of beam search."""
-    group = parser.add_argument_group("beam search (as in Hugging Face transformers)")
+    group = parser.add_argument_group(
+        "beam search (as in Hugging Face transformers)",
+        'With --json a line also has "sequences": every answer with its "score", the best first.',
+    )
     most = 1024
     group.add_argument(
         "--num-beams", type=whole_number(1, most), default=1, metavar="N", help="1 is no beam search (default: 1)"
