@@ -1,4 +1,4 @@
-"""The README's example runs as it stands and prints what the README says."""
+"""The README's examples run as they stand and print what the README says."""
 
 from __future__ import annotations
 
@@ -7,11 +7,20 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 README = (Path(__file__).parents[1] / "README.md").read_text()
 
 
-def test_the_example_prints_what_the_readme_says():
-    (code, printed) = re.search(r"```python\n(.*?)```\n\n```\n(.*?)```", README, re.DOTALL).groups()
+EXAMPLES = re.findall(r"```python\n(.*?)```\n\n```\n(.*?)```", README, re.DOTALL)
+
+
+def test_there_is_no_example_without_its_output():
+    assert len(EXAMPLES) == README.count("```python") == 2
+
+
+@pytest.mark.parametrize(("code", "printed"), EXAMPLES, ids=("library", "engine"))
+def test_an_example_prints_what_the_readme_says(code, printed):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout == printed
