@@ -28,6 +28,9 @@ from jax import lax
 
 import kvjax
 from kvjax.engine.backing import PagedBacking
+from kvjax.engine.batch import make_decode, make_slots
+from kvjax.engine.burst import decode_burst
+from kvjax.engine.speculation import Drafter, NoDrafts, PromptLookup
 from kvjax.engine.swap_steps import restore_pages, save_pages, unpin_pages
 from kvjax.grant import make_grant
 
@@ -39,6 +42,8 @@ NARROW, WIDE = 1 << 14, 1 << 20
 PREFILL, MAX_PAGES, STEPS = 256, 512, 8
 SLACK_BYTES = 4096
 """How much more temporaries the large cache may take: alignment."""
+PADDED_LIST_BYTES = 32 << 10
+"""The same on TPU: a list of 64 rows padded to whole tiles.  One call of 28 differs by one; the others are equal."""
 ONE_COPY_BYTES = 16 << 20
 """Of a per-page array of the large pool.  With placement by size, all temporaries of a call stay below it."""
 WITHOUT_PLACEMENT = {
@@ -100,9 +105,39 @@ def cases() -> Iterator[Case]:
     yield Case("scan of lifecycles", partial(_scan, _lifecycle), (mask, per_row))
     beam = (per_row, tensors(ROWS), queries(ROWS))
     yield Case("scan of steps and beams", partial(_scan, _beam_step), beam)
+    for name, drafter in (("burst", NoDrafts()), ("burst with drafts", PromptLookup(tokens=3, seen=64))):
+        yield Case(name, *_burst(backing, drafter))
     many = jax.ShapeDtypeStruct((MANY_ROWS,), "int32")
     beam = (many, tensors(MANY_ROWS), queries(MANY_ROWS))
     yield Case("the same, 1,024 rows", partial(_scan, _beam_step), beam, rows=MANY_ROWS)
+
+
+class OneLayer:
+    """The least a burst needs of a model: a layer of attention over an embedding."""
+
+    vocabulary = 256
+
+    def forward(self, parameters: Any, cache: kvjax.KVCache, grant: kvjax.Grant, tokens: Any) -> tuple[Any, Any]:
+        x = parameters[tokens]
+        cache = kvjax.write(cache, 0, grant, k=x[:, None, :DIM], v=x[:, None, DIM:])
+        return kvjax.attend(cache, 0, grant, x.reshape(-1, Q_HEADS, DIM)).reshape(x.shape), cache
+
+    def logits(self, parameters: Any, hidden: Any) -> Any:
+        return jnp.dot(hidden, parameters.T, preferred_element_type=jnp.float32)
+
+
+def _burst(backing: PagedBacking, drafter: Drafter) -> tuple[Callable, tuple[Any, ...]]:
+    """Decode steps of all rows in a loop, with pages allocated and drafts rolled back inside; and its arguments."""
+    model, parameters = OneLayer(), jax.ShapeDtypeStruct((OneLayer.vocabulary, Q_HEADS * DIM), "bfloat16")
+    decode = jax.eval_shape(
+        partial(make_decode, [], rows=ROWS, number=ROWS, steps=STEPS, yield_early=False, seen=drafter.seen)
+    )
+    slots = jax.eval_shape(partial(make_slots, [], rows=ROWS, number=ROWS))
+
+    def run(cache: kvjax.KVCache, parameters: Any, *arguments: Any) -> tuple[kvjax.KVCache, Any]:
+        return decode_burst(model, backing, drafter, STEPS, None, parameters, cache, *arguments)
+
+    return run, (parameters, decode, slots)
 
 
 def _write(cache: kvjax.KVCache, layer: Any, grant: kvjax.Grant, tensors: dict[str, Any]) -> kvjax.KVCache:
@@ -165,6 +200,7 @@ class Target:
       compile_for: as users compile.
       compare: how the two sizes are compared, if not as users compile.
       narrow: positions a row may hold in the small cache.
+      slack: bytes by which temporaries may grow.
     """
 
     name: str
@@ -172,6 +208,7 @@ class Target:
     compile_for: Compile
     compare: Compile | None = None
     narrow: int = NARROW
+    slack: int = SLACK_BYTES
 
 
 def measure(
@@ -191,7 +228,7 @@ def check(case: Case, target: Target) -> tuple[bool, str]:
     compare = target.compare or target.compile_for
     aliased, _, small = measure(case, compare, target.backend, num_pages=SMALL, max_context=target.narrow)
     large_aliased, alias, large = measure(case, compare, target.backend, num_pages=LARGE, max_context=WIDE)
-    good = aliased and large_aliased and large - small <= SLACK_BYTES
+    good = aliased and large_aliased and large - small <= target.slack
     note = "reads only" if case.reads_only else f"alias {alias:>14,} B"
     line = f"{case.name:24s} {note:22s} temporaries {small:>11,} B and {large:>11,} B"
     if target.compare is not None:
@@ -237,7 +274,7 @@ def main(name: str) -> int:
 
         compile_for = partial(tpu_target.compile_for, "v6e")
         compare = partial(compile_for, options=WITHOUT_PLACEMENT)
-        return run(Target("v6e", TPU_V6E, compile_for, compare, WIDE))
+        return run(Target("v6e", TPU_V6E, compile_for, compare, WIDE, PADDED_LIST_BYTES))
     if name == "gpu":
         from pallas_kernels.hardware import H200
         from tests.compile import gpu_target
