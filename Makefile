@@ -40,7 +40,7 @@ lint: $(VENV)/.installed
 	$(BIN)/mypy
 
 pytest: $(VENV)/.installed
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 fuzz: $(VENV)/.installed
 	$(BIN)/python -m tests.pages.fuzz
