@@ -17,7 +17,7 @@ from kvjax.allocation import init
 from kvjax.attention.paged import Backend
 from kvjax.cache import KVCache
 from kvjax.descriptor import Descriptor, DescriptorError, DescriptorMismatch, explain
-from kvjax.pages import check_invariants
+from kvjax.pages import PageTable, check_invariants
 from kvjax.saving.container import CacheFileError, Container, read_container, write_container
 from kvjax.saving.description import own_fields
 from kvjax.saving.table_file import table_arrays, table_leaves, table_sizes, with_leaves
@@ -92,6 +92,8 @@ def load(
     if differences:
         raise DescriptorMismatch(f"the cache in {os.fspath(path)}, for this backend and mesh,", differences)
     table = with_leaves(path, cache.table, tables)
+    if [tokens.computed for tokens in descriptor.tokens] != _row_lengths(table):
+        raise CacheFileError(path, "table.length", f"is {_row_lengths(table)}; the descriptor has {descriptor.tokens}")
     live = [np.flatnonzero(np.asarray(group.refcount)).astype(np.int32) for group in table.groups]
     _check_lengths(path, cache, container, live)
     return replace(cache, table=table, pools=_filled(cache, container, live))
@@ -100,13 +102,18 @@ def load(
 def _check_describes(cache: KVCache, descriptor: Descriptor) -> None:
     """DescriptorMismatch unless the descriptor is that of this cache, as far as a cache knows."""
     own = replace(descriptor, **own_fields(cache))
-    lengths = [length for length in np.asarray(cache.table.length).tolist() if length]
+    lengths = _row_lengths(cache.table)
     if [tokens.computed for tokens in descriptor.tokens] != lengths:
         raise ValueError(f"descriptor.tokens={descriptor.tokens} must describe rows of {lengths} tokens, one each")
     differences = explain(own, descriptor)
     if differences:
         repair = "Nothing was written; make the descriptor with kvjax.describe"
         raise DescriptorMismatch("the cache to be saved", differences, repair)
+
+
+def _row_lengths(table: PageTable) -> list[int]:
+    """Tokens of each row that is not empty."""
+    return [length for length in np.asarray(table.length).tolist() if length]
 
 
 def _blocks(cache: KVCache, leaves: Mapping[str, np.ndarray], live: list[np.ndarray]) -> Iterator[np.ndarray]:
@@ -151,6 +158,9 @@ def _pool_section(group: int, name: str) -> str:
 def _header(path: Any, container: Container) -> tuple[Descriptor, dict[str, tuple[int, ...]]]:
     try:
         data, shapes = container.header
+        for name, shape in shapes:
+            if type(name) is not str or type(shape) is not tuple or any(type(n) is not int or n < 0 for n in shape):
+                raise ValueError(f"array {name!r} has shape {shape!r}, which must be integers of at least 0")
         return Descriptor.from_bytes(data), dict(shapes)
     except DescriptorError as error:
         raise CacheFileError(path, "descriptor", str(error)) from error

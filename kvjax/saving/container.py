@@ -107,9 +107,7 @@ def read_container(path: str | os.PathLike[str]) -> Container:
         )
     try:
         sections, header = decode(data[_START.size : _START.size + length].tobytes())
-        lengths = [size for _, size in sections]
-        if _START.size + length + sum(lengths) != body:
-            raise EncodingError(f"sections of {sum(lengths)} bytes in a file of {size}")
+        _check_sections(sections, body - _START.size - length)
     except (EncodingError, TypeError, ValueError) as error:
         raise CacheFileError(path, "header", str(error)) from error
     found, start = {}, _START.size + length
@@ -117,6 +115,16 @@ def read_container(path: str | os.PathLike[str]) -> Container:
         found[name] = data[start : start + size]
         start += size
     return Container(header, found)
+
+
+def _check_sections(sections: Any, length: int) -> None:
+    """ValueError unless the sections have names of their own and fill `length` bytes."""
+    names = {name for name, size in sections if type(name) is str and type(size) is int and size >= 0}
+    if len(names) != len(sections):
+        raise ValueError("sections must have distinct names and lengths of at least 0")
+    total = sum(size for _, size in sections)
+    if total != length:
+        raise ValueError(f"sections of {total} bytes where the file has {length}")
 
 
 def _write(file: Any, header: tuple, sections: Mapping[str, int], blocks: Iterable[np.ndarray]) -> None:

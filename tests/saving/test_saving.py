@@ -1,5 +1,6 @@
 """A cache in a file: it decodes on as before, and nobody else's bytes are read."""
 
+import hashlib
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 
 import kvjax
 from kvjax.descriptor import DescriptorMismatch, Model, Positions, explain, weights_digest
+from kvjax.descriptor.encoding import encode
 from kvjax.saving import CacheFileError, container
 from tests.descriptor.examples import single_changes
 from tests.engine.serving import model
@@ -171,6 +173,60 @@ def test_a_file_with_a_right_checksum_and_wrong_contents_is_refused(saved, tmp_p
         write(**change)
         with pytest.raises(CacheFileError, match=message):
             kvjax.load(forged, descriptor, backend="xla")
+
+
+def forge(path, sections, header, body):
+    """A file of any header whose checksum is right."""
+    encoded = encode((sections, header))
+    data = container._START.pack(container.MAGIC, container.FILE_VERSION, len(encoded)) + encoded + body
+    path.write_bytes(data + hashlib.sha256(data).digest())
+
+
+def test_headers_that_lie_about_sizes_are_refused_before_any_array_is_made(saved, tmp_path, monkeypatch):
+    """Shapes and lengths that overflow, run backwards or are no numbers; 2⁴⁰ by nothing fits a file of any length."""
+    *_, descriptor, path = saved
+    monkeypatch.setattr("kvjax.saving.cache_file.init", lambda *_, **__: pytest.fail("an array was made"))
+    read = container.read_container(path)
+    sections = {name: section.size for name, section in read.sections.items()}
+    shapes = dict(read.header[1])
+    body = b"".join(section.tobytes() for section in read.sections.values())
+    forged = tmp_path / "forged.kv"
+
+    def refused(sections, header, body=body):
+        forge(forged, sections, header, body)
+        with pytest.raises(CacheFileError) as caught:
+            kvjax.load(forged, descriptor, backend="xla")
+        assert caught.value.field == "header" or caught.value.field.startswith("table")
+
+    for name in shapes:
+        for shape in ((2**40, 0), (0, 2**40), (-1, -1), (2**63, 2), (1.0,), (True,), (1, 1, 1), 5, None, "ab"):
+            empty = isinstance(shape, tuple) and 0 in shape  # then its section may be empty too
+            sizes = sections | ({f"table{name}": 0} if empty else {})
+            parts = [read.sections[section][:size].tobytes() for section, size in sizes.items()]
+            refused(tuple(sizes.items()), (read.header[0], tuple((shapes | {name: shape}).items())), b"".join(parts))
+    first, *rest = sections.items()
+    for wrong in (
+        ((first[0], -4), *rest, ("more", first[1] + 4)),
+        ((first[0], float(first[1])), *rest),
+        ((first[0], True), *rest, ("more", first[1] - 1)),
+        ((5, first[1]), *rest),
+        ((first[0], 0), first, *rest),
+        (first[0], *rest),
+        None,
+        5,
+    ):
+        refused(wrong, read.header)
+
+
+def test_rows_of_other_lengths_than_described_are_refused(saved, tmp_path):
+    *_, descriptor, path = saved
+    other = replace(descriptor, tokens=descriptor.tokens[::-1])
+    read = container.read_container(path)
+    sections = {name: section.size for name, section in read.sections.items()}
+    body = b"".join(section.tobytes() for section in read.sections.values())
+    forge(tmp_path / "forged.kv", tuple(sections.items()), (other.to_bytes(), read.header[1]), body)
+    with pytest.raises(CacheFileError, match=r"table\.length: is \[26, 41, 22\]"):
+        kvjax.load(tmp_path / "forged.kv", other, backend="xla")
 
 
 def test_a_failed_save_leaves_what_was_there(saved, tmp_path, monkeypatch):
