@@ -108,7 +108,8 @@ class Rope(Typed):
 
     def __post_init__(self) -> None:
         Typed.__post_init__(self)
-        if list(self.scaling) != sorted(set(self.scaling)):
+        names = [name for name, _ in self.scaling]
+        if names != sorted(set(names)):
             raise ValueError(f"Rope.scaling={self.scaling} must be sorted and name each parameter once")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from functools import cache
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -34,7 +34,10 @@ def _hints(cls: type) -> dict[str, Any]:
 
 
 def matches(value: Any, hint: Any) -> bool:
-    """Whether a value is of an annotated type: a class, Literal, X | None, or tuple[X, ...] and tuple[X, Y]."""
+    """Whether a value is of an annotated type: a class, Literal, X | None, or tuple[X, ...] and tuple[X, Y].
+
+    Dataclasses are looked into: 2.0 heads equal 2 heads, and would serialise as something else.
+    """
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Literal:
         return any(type(value) is type(choice) and value == choice for choice in arguments)
@@ -46,4 +49,7 @@ def matches(value: Any, hint: Any) -> bool:
         if len(arguments) == 2 and arguments[1] is Ellipsis:
             return all(matches(item, arguments[0]) for item in value)
         return len(value) == len(arguments) and all(map(matches, value, arguments))
+    if is_dataclass(hint):
+        cls: Any = hint
+        return type(value) is cls and all(matches(getattr(value, name), inner) for name, inner in _hints(cls).items())
     return type(value) is (type(None) if hint is None else hint)

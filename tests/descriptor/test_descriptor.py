@@ -25,7 +25,9 @@ from kvjax.descriptor import (
 )
 from kvjax.descriptor.explain import MEANINGS
 from kvjax.descriptor.schema import RECORDS
-from tests.descriptor.examples import ABSENT, EXAMPLE, single_changes, without
+from kvjax.layout import Shard
+from kvjax.spec import CacheSpec
+from tests.descriptor.examples import ABSENT, EXAMPLE, LOCAL, single_changes, without
 
 
 def test_every_single_change_has_another_digest_and_is_named():
@@ -70,7 +72,7 @@ def test_bytes_come_back_as_the_same_descriptor():
         try:
             assert Descriptor.from_bytes(data) == changed
         except DescriptorError:  # a spec or layout that no constructor lets pass
-            assert explain(EXAMPLE, changed)[0].field.startswith(("spec", "rope.scaling"))
+            assert explain(EXAMPLE, changed)[0].field.startswith(("spec", "rope.scaling", "shards[0].axis"))
     for path in ABSENT:
         assert Descriptor.from_bytes(without(EXAMPLE, path).to_bytes()) == without(EXAMPLE, path)
 
@@ -110,6 +112,13 @@ def test_what_is_no_descriptor_of_this_version_is_refused():
         (lambda: Rope("default", "1e4", 8, False), "Rope.theta='1e4'"),
         (lambda: Rope("default", 1e4, 8, False, (("b", 1.0), ("a", 1.0))), "must be sorted"),
         (lambda: Rope("default", 1e4, 8, False, [("a", 1.0)]), "Rope.scaling"),
+        (lambda: Rope("default", 1e4, 8, False, (("a", 1.0), ("a", 2.0))), "name each parameter once"),
+        # Equal to a valid value, and serialised as another.
+        (lambda: replace(EXAMPLE, shards=(Shard("head", "tensor", 2.0),)), "Descriptor.shards"),
+        (lambda: replace(EXAMPLE, shards=(Shard("lane", "tensor", 2),)), "Descriptor.shards"),
+        (lambda: replace(EXAMPLE, pages=(replace(EXAMPLE.pages[0], page_size=16.0),)), "Descriptor.pages"),
+        (lambda: replace(EXAMPLE, spec=CacheSpec((replace(LOCAL, layers=(0.0,)),))), "Descriptor.spec"),
+        (lambda: replace(EXAMPLE, spec=CacheSpec((replace(LOCAL, layers=(False,)),))), "Descriptor.spec"),
         (lambda: replace(EXAMPLE, tenant=None), "Descriptor.tenant=None"),
         (lambda: replace(EXAMPLE, tokens=EXAMPLE.tokens[0]), "Descriptor.tokens"),
         (lambda: replace(EXAMPLE, media=EXAMPLE.tokens), "Descriptor.media"),
