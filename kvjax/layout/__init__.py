@@ -1,9 +1,9 @@
 """Where tensors stand: the pages of a running cache, the schema of any layout, the named ones, and addresses.
 
-Plain Python, no arrays; `kvjax.storage.convert` moves pools between layouts.
+Plain Python and numpy; `kvjax.storage.convert` moves pools between layouts.
 """
 
-from kvjax.layout.address import Address, SlotError, address, physical_slot
+from kvjax.layout.address import Address, SlotError, address, physical_slot, view
 from kvjax.layout.known import CANONICAL_ORDER, LAYOUTS, layout_of, make_layout
 from kvjax.layout.order import AXES, Factor
 from kvjax.layout.page import TPU_LANES, PageLayout, PoolLayout, canonical_layout
@@ -29,4 +29,5 @@ __all__ = [
     "layout_of",
     "make_layout",
     "physical_slot",
+    "view",
 ]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from kvjax.layout.schema import Layout
+import numpy as np
+
+from kvjax.layout.schema import ArrayLayout, Layout, TensorPlace
 
 
 class SlotError(IndexError, ValueError):
@@ -43,10 +45,12 @@ def address(layout: Layout, layer: int, kv: int | str, head: int, token: int, la
       lane: element within the head's vector.
 
     Raises:
-      ValueError: a coordinate outside the layout, naming it.
+      ValueError: a coordinate outside the layout, or one that is no integer, naming it.
     """
-    name = {0: "k", 1: "v"}.get(kv, kv) if isinstance(kv, int) else kv
-    array, tensor = layout.tensor(str(name))
+    array, tensor = _tensor(layout, kv)
+    # As Python's own integers: numpy's would overflow in large pools.
+    layer, head = _integer("layer", layer), _integer("head", head)
+    token, lane = _integer("token", token), _integer("lane", lane)
     limits = {
         "layer": (layer, layout.layers),
         "head": (head, tensor.heads),
@@ -76,6 +80,33 @@ def address(layout: Layout, layer: int, kv: int | str, head: int, token: int, la
     return Address(array.name, tuple(shard), element, element * array.itemsize)
 
 
+def view(layout: Layout, pool: Mapping[str, np.ndarray], layer: int, kv: int | str) -> np.ndarray:
+    """One tensor of one layer in plain order, read from where `address` says; a copy, for references and debugging.
+
+    Args:
+      layout: the layout.
+      pool: the arrays by name, of the layout's shapes, on the host and with all their shards together.
+      layer, kv: as for `address`.
+
+    Returns:
+      `[tokens, heads, width]`, one row for each slot; scales along tokens stand at each of their tokens.
+
+    Raises:
+      ValueError: a layer or tensor outside the layout, or an array of another shape.
+    """
+    whole = replace(layout, shards=())
+    array, tensor = _tensor(whole, kv)
+    values, shape = pool[array.name], whole.shape(array)
+    if values.shape != shape:
+        raise ValueError(f"array {array.name!r} has shape {values.shape}; layout {layout.name!r} has {shape}")
+    # Every factor of an order belongs to one axis, so an offset is a sum of offsets along the axes.
+    origin = address(whole, layer, kv, 0, 0, 0).element
+    tokens = [address(whole, layer, kv, 0, token, 0).element for token in range(whole.num_pages * whole.page_size)]
+    heads = [address(whole, layer, kv, head, 0, 0).element - origin for head in range(tensor.heads)]
+    lanes = [address(whole, layer, kv, 0, 0, lane).element - origin for lane in range(tensor.width)]
+    return values.reshape(-1)[np.array(tokens)[:, None, None] + np.array(heads)[:, None] + np.array(lanes)]
+
+
 def physical_slot(pages: Sequence[int], page_size: int, position: int) -> int:
     """The slot that holds a row's token: pages[position // page_size] · page_size + position % page_size.
 
@@ -102,6 +133,12 @@ def physical_slot(pages: Sequence[int], page_size: int, position: int) -> int:
     if page < 0:
         raise SlotError(f"pages[{logical}]={page} is no page; ids are at least 0")
     return page * page_size + position % page_size
+
+
+def _tensor(layout: Layout, kv: int | str) -> tuple[ArrayLayout, TensorPlace]:
+    """The tensor called `kv`, or "k" for 0 and "v" for 1."""
+    name = kv if isinstance(kv, str) else {0: "k", 1: "v"}.get(_integer("kv", kv), str(kv))
+    return layout.tensor(name)
 
 
 def _integer(name: str, value: Any) -> int:

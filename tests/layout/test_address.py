@@ -5,7 +5,18 @@ import itertools
 import numpy as np
 import pytest
 
-from kvjax.layout import LAYOUTS, ArrayLayout, Layout, Scales, Shard, TensorPlace, address, canonical_layout, layout_of
+from kvjax.layout import (
+    LAYOUTS,
+    ArrayLayout,
+    Layout,
+    Scales,
+    Shard,
+    TensorPlace,
+    address,
+    canonical_layout,
+    layout_of,
+    view,
+)
 from kvjax.layout import make_layout as make
 from kvjax.spec import GroupSpec, TensorSpec
 from tests.layout.foreign import Geometry, foreign_arrays
@@ -48,6 +59,38 @@ def check_addresses(layout, geometry, arrays):
 def test_every_element_is_found_where_the_formula_says(name, geometry):
     layout = make(name, geometry.group, num_pages=geometry.num_pages, page_size=geometry.page_size)
     check_addresses(layout, geometry, foreign_arrays(name, **geometry.tensors()))
+
+
+@pytest.mark.parametrize(("name", "geometry"), CASES, ids=str)
+def test_a_view_is_the_tensor_in_plain_order(name, geometry):
+    layout = make(name, geometry.group, num_pages=geometry.num_pages, page_size=geometry.page_size)
+    arrays = foreign_arrays(name, **geometry.tensors())
+    for kv, plain in enumerate(geometry.tensors().values()):
+        for layer in range(geometry.layers):
+            expected = plain[layer].reshape(-1, geometry.heads, plain.shape[-1])
+            assert view(layout, arrays, layer, kv).tobytes() == expected.tobytes()
+
+
+def test_a_view_takes_the_whole_array_of_a_layout_with_shards():
+    geometry = Geometry(heads=4)
+    layout = make("flashinfer_hnd", geometry.group, num_pages=5, page_size=4, shards=(Shard("head", "tensor", 2),))
+    arrays = foreign_arrays("flashinfer_hnd", **geometry.tensors())
+    assert view(layout, arrays, 1, "v").tobytes() == geometry.tensors()["v"][1].tobytes()
+    with pytest.raises(ValueError, match="has shape"):
+        view(layout, {"kv": arrays["kv"][:, :2]}, 1, "v")
+    with pytest.raises(ValueError, match="layer=2 is outside"):
+        view(layout, arrays, 2, "v")
+
+
+def test_coordinates_are_integers_of_any_kind_and_do_not_overflow():
+    geometry = Geometry(heads=8, key_dim=128, value_dim=128)
+    layout = make("vllm_nhd", geometry.group, num_pages=2**20, page_size=16)
+    last = (1, 1, 7, 2**24 - 1, 127)
+    assert address(layout, *map(np.int32, last)) == address(layout, *last)
+    assert address(layout, *last).element == 2 * 2 * 2**20 * 16 * 8 * 128 - 1
+    for axis, wrong in itertools.product(range(5), (1.0, True, None)):
+        with pytest.raises(ValueError, match="must be an integer"):
+            address(layout, *last[:axis], wrong, *last[axis + 1 :])
 
 
 def test_a_wrong_order_is_noticed():
