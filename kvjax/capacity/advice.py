@@ -89,11 +89,12 @@ def _layout(plan: Plan, workload: Workload) -> Advice:
     context, mean = plan.deployment.context, plan.planned_length
     unused = 1 - mean / context
     repetition = _repetition(workload)
-    tensors = sum(2 * len(g.sizes.group.layers) for g in plan.groups if g.sizes.group.paged)
+    paged = [group.sizes.group for group in plan.groups if group.sizes.group.paged]
+    tensors = sum(len(group.tensors) * len(group.layers) for group in paged)
     granule = tensors * VIRTUAL_PAGE_BYTES
     sequence = plan.sequence_bytes(mean)
     numbers = {"unused_of_context": unused, "growth_unit_bytes": granule, "sequence_bytes": sequence}
-    if not any(group.sizes.group.paged for group in plan.groups):
+    if not paged:
         return Advice(
             "layout", "contiguous", "nothing grows with the tokens: a fixed block a sequence is exact", numbers
         )
@@ -102,7 +103,6 @@ def _layout(plan: Plan, workload: Workload) -> Advice:
             f"one request at a time: its span of {context} tokens is {sequence_text(plan, context)}, and nobody else"
         )
         return Advice("layout", "contiguous", f"{reason} could use what paging would free", numbers)
-    paged = [group.sizes.group for group in plan.groups if group.sizes.group.paged]
     spans = all(group.window is None and group.tokens_per_entry == 1 for group in paged)
     if plan.deployment.platform == "gpu" and spans and not repetition and granule / 2 < TOLERABLE_WASTE * sequence:
         reason = (

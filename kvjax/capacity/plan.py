@@ -91,9 +91,9 @@ class Plan:
         return sum(group.sizes.sequence_bytes(tokens, self.page_size) for group in self.groups)
 
     def sequences_of(self, tokens: int) -> int:
-        """Sequences of `tokens` tokens that the memory of pages and states holds together, in one replica."""
-        memory = self.ledger.bytes_of("kv_pool", "alignment_padding", "copy_on_write_headroom", "states", "page_tables")
-        return memory // _sequence_cost([g.sizes for g in self.groups], tokens, self.page_size, self.deployment)
+        """Sequences of `tokens` tokens that the device holds together, in one replica."""
+        sizes = [group.sizes for group in self.groups]
+        return _most_sequences(self.deployment, sizes, self.page_size, tokens)[0]
 
 
 def make_plan(deployment: Deployment) -> Plan:
@@ -105,20 +105,26 @@ def make_plan(deployment: Deployment) -> Plan:
     sizes = _heaviest_stage(deployment)
     page_size, costs = _choose_page_size(deployment, sizes)
     length = math.ceil(sum(deployment.typical) / len(deployment.typical))
+    rows, shortfall = _most_sequences(deployment, sizes, page_size, length)
+    fixed = _fixed_lines(deployment, rows=rows, sizes=sizes, page_size=page_size)
+    left = deployment.hbm - sum(line.bytes for line in fixed)
+    groups = _share_pages(sizes, rows, length, left, page_size, deployment)
+    ledger = Ledger((*fixed, *_cache_lines(groups, rows, length, page_size, deployment)))
+    return Plan(deployment, groups, page_size, costs, rows, length, ledger, shortfall)
+
+
+def _most_sequences(
+    deployment: Deployment, sizes: Sequence[GroupSizes], page_size: int, tokens: int
+) -> tuple[int, int]:
+    """(sequences of `tokens` tokens that fit together, bytes that are missing for one)."""
     # Every row also needs logits and partial results: lines that grow by as much with each.
     none, one = (
         sum(line.bytes for line in _fixed_lines(deployment, rows=number, sizes=sizes, page_size=page_size))
         for number in (0, 1)
     )
-    cost = _sequence_cost(sizes, length, page_size, deployment) + one - none
+    cost = _sequence_cost(sizes, tokens, page_size, deployment) + one - none
     left = deployment.hbm - none - _tables(sizes, 0, page_size, deployment)
-    rows = max(0, left // cost)
-    fixed = _fixed_lines(deployment, rows=rows, sizes=sizes, page_size=page_size)
-    left = deployment.hbm - sum(line.bytes for line in fixed)
-    groups = _share_pages(sizes, rows, length, left, page_size, deployment)
-    ledger = Ledger((*fixed, *_cache_lines(groups, rows, length, page_size, deployment)))
-    shortfall = cost - left if rows == 0 else 0
-    return Plan(deployment, groups, page_size, costs, rows, length, ledger, shortfall)
+    return max(0, left // cost), max(0, cost - left)
 
 
 def _heaviest_stage(deployment: Deployment) -> tuple[GroupSizes, ...]:

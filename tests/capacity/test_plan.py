@@ -37,7 +37,10 @@ def test_every_model_s_ledger_closes(name, platform):
     rest = 1200 * GB - plan.ledger.total
     assert 0 <= rest < 2 * plan.sequence_bytes(32768) + 2**20
     assert plan.ledger.bytes_of("kv_pool", "alignment_padding", "copy_on_write_headroom") == plan.pool_bytes
-    assert plan.max_sequences <= plan.sequences_of(32768) <= plan.max_sequences + 1
+    assert plan.sequences_of(32768) == plan.max_sequences
+    for length in (1, 500, 4096):
+        again = make_plan(replace(plan.deployment, lengths=[length], page_size=plan.page_size))
+        assert plan.sequences_of(length) == again.max_sequences and again.ledger.total <= again.deployment.hbm
     for group in plan.groups:
         if group.sizes.group.paged:  # all sequences at their longest, and a page each to copy on
             assert group.num_pages >= plan.max_sequences * (group.sizes.pages(32768, plan.page_size) + 1)
@@ -209,6 +212,14 @@ def test_advice_on_layouts():
     assert choices(make_plan(deployment(lengths=[500] * 9)))["layout"] == "paged"
     assert choices(make_plan(deployment("mamba2-2.7b")))["layout"] == "contiguous"
     assert choices(make_plan(deployment("gpt-oss-20b", context=131072)))["layout"] == "paged"
+
+
+def test_a_virtual_layout_grows_by_a_granule_for_each_tensor():
+    """Latent attention caches one tensor a layer, K and V two."""
+    for name, tensors in (("deepseek-v2", 60), ("llama-3-8b", 64)):
+        plan = make_plan(deployment(name, context=8192, hbm=2000 * GB))
+        (layout,) = (one for one in advise(plan, Workload()) if one.topic == "layout")
+        assert layout.numbers["growth_unit_bytes"] == tensors * 2 * 2**20
 
 
 def test_advice_on_eviction_where_nothing_grows():
