@@ -91,6 +91,16 @@ def test_a_directory_and_a_gguf_file_are_configs_too(run, tmp_path):
     assert weights["bytes"] < smollm2_path().stat().st_size and weights["source"] == "sizes of the file's tensors"
 
 
+@pytest.mark.parametrize("dtype", ["float32", "torch.float32"])
+def test_the_weights_dtype_may_stand_in_the_text_config(run, tmp_path, dtype):
+    given = {**config("gemma-3-27b"), "torch_dtype": None}
+    given["text_config"]["dtype"] = dtype
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    plan = json.loads(run(tmp_path, "--hbm", "300GB", "--json")[1])
+    weights = next(line for line in plan["ledger"] if line["name"] == "weights")
+    assert "weights in fp32" in weights["formula"] and f"config dtype {dtype}" in weights["source"]
+
+
 def test_a_trace_decides_lengths_pages_and_advice(run, tmp_path):
     trace = tmp_path / "trace.jsonl"
     lines = [{"prompt_tokens": 900, "output_tokens": 100, "shared_prefix_tokens": 800}] * 40 + [{"length": 200}, 300]
@@ -155,6 +165,11 @@ NONSENSE = {
     "weights in an unknown format": (
         "quant_method='awq'",
         {**config("llama-3-8b"), "quantization_config": {"quant_method": "awq"}},
+        (),
+    ),
+    "weights of an unknown dtype": (
+        "dtype 'float8_e4m3fn' is not known; pass --weights",
+        {**config("llama-3-8b"), "torch_dtype": "float8_e4m3fn"},
         (),
     ),
     "no context": ("pass --context", {k: v for k, v in config("mamba2-2.7b").items() if k != "x"}, ()),

@@ -228,16 +228,21 @@ def _weights(
 def _stated_format(name: str, config: dict[str, Any]) -> tuple[str, str]:
     """The weight format that a config states, and where."""
     text = config.get("text_config")
-    for section in (config, text) if isinstance(text, dict) else (config,):
+    sections = (config, text) if isinstance(text, dict) else (config,)
+    for section in sections:
         quantised = section.get("quantization_config")
         if quantised is not None:
             method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
             if not isinstance(method, str) or method not in QUANTISED:
                 raise CommandError(f"{name}: quantization_config has quant_method={method!r}; pass --weights")
             return QUANTISED[method], "config quantization_config"
-    stated = config.get("dtype") or config.get("torch_dtype")
-    if isinstance(stated, str) and stated in DTYPES:
-        return DTYPES[stated], f"config dtype {stated}"
+    for section in sections:
+        stated = section.get("dtype") or section.get("torch_dtype")
+        if stated is None:
+            continue
+        if not isinstance(stated, str) or stated.removeprefix("torch.") not in DTYPES:
+            raise CommandError(f"{name}: dtype {one_line(repr(stated))} is not known; pass --weights")
+        return DTYPES[stated.removeprefix("torch.")], f"config dtype {stated}"
     return "bf16", "assumption: bf16, the config does not say"
 
 
