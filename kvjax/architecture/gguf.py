@@ -75,9 +75,13 @@ def config_of_gguf(metadata: Mapping[str, Any]) -> dict[str, Any]:
             config[COMMON[name]] = _scalar(key, value)
         elif name.startswith(("attention.", "ssm.", "attn")):
             raise ConfigError(key, f"GGUF key {key}={value!r} is not known, and may change what is cached")
-    tokens = metadata.get("tokenizer.ggml.tokens")
-    if tokens is not None:
+    tokens = metadata.get("tokenizer.ggml.tokens", [])
+    if not isinstance(tokens, list):
+        raise ConfigError("tokenizer.ggml.tokens", f"GGUF key tokenizer.ggml.tokens={tokens!r} must be a list")
+    if tokens:
         config.setdefault("vocab_size", len(tokens))
+    if architecture == "llama" and config.get("num_local_experts"):
+        config["model_type"] = "mixtral"
     if "kv_lora_rank" in config:
         # llama.cpp's latent files give the width of what it caches: latent and rotated key.
         config["qk_rope_head_dim"] = metadata.get(f"{architecture}.rope.dimension_count")

@@ -14,6 +14,8 @@ from kvjax.architecture.fields import ConfigError, Fields
 from kvjax.architecture.weights import USE, Shape, count, embeddings, feed_forward
 
 INDEXER_SCALE_GROUP = 128
+INDEXED = ("indexed_attention", "deepseek_sparse_attention")
+"""What versions of transformers call layers with an indexer."""
 
 
 def latent_tensor(fields: Fields) -> CachedTensor:
@@ -50,13 +52,13 @@ def latent_reader(*, indexer: bool = False, router_bias: bool = True) -> Callabl
         latent = latent_tensor(fields)
         # Both stand for what latents replace, and transformers sets head_dim to the rotated width.
         fields.skip("num_key_value_heads", "head_dim", "v_head_dim", "qk_nope_head_dim", "q_lora_rank")
+        fields.skip("mlp_layer_types")
         everything = tuple(range(layers))
         groups = [CacheGroup("latent", "latent attention", everything, (latent,))]
         if indexer:
             fields.integer("index_n_heads", "the indexer's query heads, which are not cached")
-            fields.layer_kinds("layer_types", "which layers are indexed", layers, ("indexed_attention",))
+            fields.layer_kinds("layer_types", "which layers are indexed", layers, INDEXED)
             indexed = _indexed_layers(fields, layers)
-            groups = [CacheGroup("latent", "latent attention", everything, (latent,))]
             groups.append(CacheGroup("indexer", "indexer keys", indexed, (indexer_key(fields),)))
 
         def counter(fields: Fields, shape: Shape) -> int:

@@ -13,7 +13,6 @@ from kvjax.architecture.description import Architecture, CacheGroup, StateTensor
 from kvjax.architecture.fields import ConfigError, Fields
 from kvjax.architecture.latent import latent_tensor
 from kvjax.architecture.weights import Shape
-from kvjax.architecture.windows import no_windows
 
 LINEAR, FULL = "linear_attention", "full_attention"
 STATE_DTYPE = "float32"
@@ -161,20 +160,20 @@ def mamba2_hybrid(kinds_of: Callable[[Fields, int], tuple[str, ...]]) -> Callabl
 
 
 def read_nemotron_h(fields: Fields) -> Architecture:
-    """Nemotron-H: a pattern of Mamba-2 (M), attention (*), MLPs (-) and experts (E), one a layer."""
-    pattern = fields.raw("hybrid_override_pattern", "the kind of every layer: M, *, - or E")
-    if not isinstance(pattern, str) or not pattern or set(pattern) - set("M*-E"):
-        raise ConfigError(
-            "hybrid_override_pattern", f"config hybrid_override_pattern={pattern!r} must be of M, *, - and E"
-        )
-    shape = attention_shape(fields, layers=len(pattern))
-    if shape.layers != len(pattern):
-        raise ConfigError(
-            "hybrid_override_pattern",
-            f"config hybrid_override_pattern has {len(pattern)} letters for {shape.layers} layers",
-        )
+    """Nemotron-H: Mamba-2, attention, MLPs and experts, one a layer."""
+    kinds = _nemotron_kinds(fields)
+    shape = attention_shape(fields, layers=len(kinds))
+    if shape.layers != len(kinds):
+        raise ConfigError("num_hidden_layers", f"config names the kinds of {len(kinds)} layers and has {shape.layers}")
     fields.skip("use_mamba_kernels", "mamba_hidden_act", "mamba_proj_bias", "mamba_num_groups", "chunk_size")
-    fields.skip("mtp_hybrid_override_pattern", "mamba_dt_min", "mamba_dt_max", "mamba_dt_limit", "use_conv_bias")
+    fields.skip(
+        "mtp_hybrid_override_pattern",
+        "mtp_layers_block_type",
+        "mamba_dt_min",
+        "mamba_dt_max",
+        "mamba_dt_limit",
+        "use_conv_bias",
+    )
     fields.skip("mamba_ssm_cache_dtype", "moe_latent_size", "expand")
     states = mamba2_states(
         fields.integer("mamba_num_heads", "heads of the state"),
@@ -183,8 +182,25 @@ def read_nemotron_h(fields: Fields) -> Architecture:
         state=fields.integer("ssm_state_size", "columns of a head's state"),
         taps=fields.integer("conv_kernel", "taps of the convolution"),
     )
-    kinds = tuple({"M": LINEAR, "*": FULL}.get(letter, "none") for letter in pattern)
     return _hybrid(fields, shape, kinds, CacheGroup("mamba", "Mamba-2", _of_kind(kinds, LINEAR), states=states))
+
+
+def _nemotron_kinds(fields: Fields) -> tuple[str, ...]:
+    """The kind of every layer, by name or from a pattern: M is Mamba-2, * attention, - an MLP, E experts."""
+    named = {"linear_attention": LINEAR, "mamba": LINEAR, "full_attention": FULL, "attention": FULL}
+    field = "layer_types" if fields.has("layer_types") else "layers_block_type"
+    use = "the kind of every layer"
+    kinds = fields.sequence(field, use)
+    pattern = fields.raw("hybrid_override_pattern", f"{use}: M, *, - or E")
+    if kinds is not None:
+        kinds = fields.layer_kinds(field, use, len(kinds), (*named, "mlp", "moe")) or ()
+        if kinds:
+            return tuple(named.get(kind, "none") for kind in kinds)
+    if not isinstance(pattern, str) or not pattern or set(pattern) - set("M*-E"):
+        raise ConfigError(
+            "hybrid_override_pattern", f"config hybrid_override_pattern={pattern!r} must be of M, *, - and E"
+        )
+    return tuple({"M": LINEAR, "*": FULL}.get(letter, "none") for letter in pattern)
 
 
 def mamba2_states(heads: int, width: int, *, groups: int, state: int, taps: int) -> tuple[StateTensor, StateTensor]:
@@ -217,7 +233,7 @@ def falcon_kinds(fields: Fields, layers: int) -> tuple[str, ...]:
 def _hybrid(fields: Fields, shape: Shape, kinds: tuple[str, ...], recurrent: CacheGroup) -> Architecture:
     """Full attention in the layers that are not LINEAR, and a recurrent group."""
     attending = tuple(layer for layer, kind in enumerate(kinds) if kind in (FULL, "both"))
-    groups = attention_groups(shape, no_windows(fields, len(attending)), layers=attending)
+    groups = attention_groups(shape, (None,) * len(attending), layers=attending)
     return architecture(fields, shape, (*groups, recurrent), *_uncounted(fields))
 
 

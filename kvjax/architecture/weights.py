@@ -143,6 +143,8 @@ def feed_forward(fields: Fields, shape: Shape, *, router_bias: bool) -> int:
     """MLPs of all layers where the first few are dense and the rest are routed and shared experts (DeepSeek, GLM)."""
     hidden, width = shape.hidden, fields.integer("moe_intermediate_size", USE)
     first = fields.whole("first_k_dense_replace", USE, 0)
+    kinds = fields.layer_kinds("mlp_layer_types", USE, shape.layers, ("dense", "sparse"))
+    first = first if kinds is None else kinds.count("dense")
     experts = fields.integer("n_routed_experts", USE)
     shared = fields.whole("n_shared_experts", USE, 0)
     if first > shape.layers:

@@ -144,6 +144,58 @@ def test_v4_layer_types_say_the_same_as_the_checkpoint_s_ratios():
     assert named.groups == architecture("deepseek-v4-flash").groups
 
 
+@pytest.mark.parametrize("name", ["qwen3-next-80b", "minimax-text-01", "kimi-linear-48b"])
+def test_the_layers_of_a_hybrid_can_be_named(name):
+    """As transformers writes them, instead of the publisher's interval or list."""
+    attending = set(architecture(name).groups[0].layers)
+    given = config(name)
+    given.pop("full_attention_interval", None)
+    given.pop("attn_type_list", None)
+    if (linear := given.pop("linear_attn_config", None)) is not None:
+        given |= {"linear_num_heads": linear["num_heads"], "linear_head_dim": linear["head_dim"]}
+        given |= {"linear_conv_kernel_dim": linear["short_conv_kernel_size"]}
+    layers = range(given["num_hidden_layers"])
+    kinds = ["full_attention" if layer in attending else "linear_attention" for layer in layers]
+    assert read_architecture({**given, "layer_types": kinds}).groups == architecture(name).groups
+
+
+def test_granite_names_its_layers():
+    """Granite 4: Bamba's fields with a name for every layer."""
+    given = {**config("bamba-9b"), "model_type": "granitemoehybrid"}
+    attending = given.pop("attn_layer_indices")
+    kinds = ["attention" if layer in attending else "mamba" for layer in range(32)]
+    assert read_architecture({**given, "layer_types": kinds}).groups == architecture("bamba-9b").groups
+
+
+def test_nemotron_layers_can_be_named():
+    """As newer versions of transformers write them, and under their older names."""
+    given = config("nemotron-h-8b")
+    pattern = given.pop("hybrid_override_pattern")
+    for names in (
+        {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"},
+        {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"},
+    ):
+        for field in ("layers_block_type", "layer_types"):
+            named = read_architecture({**given, field: [names[letter] for letter in pattern]})
+            assert named.groups == architecture("nemotron-h-8b").groups
+
+
+def test_glm_configs_as_newer_versions_write_them():
+    """Every layer named sparse attention, MLPs by name, and indexers that layers share (GLM-5.2)."""
+    given = config("glm-5")
+    given.pop("first_k_dense_replace")
+    shared = ["full" if layer < 3 or layer % 4 == 2 else "shared" for layer in range(78)]
+    named = {
+        "layer_types": ["deepseek_sparse_attention"] * 78,
+        "mlp_layer_types": ["dense"] * 3 + ["sparse"] * 75,
+        "indexer_types": shared,
+    }
+    model = read_architecture({**given, **named})
+    assert len(model.group("latent").layers) == 78 and len(model.group("indexer").layers) == 21
+    whole = read_architecture({**given, "mlp_layer_types": named["mlp_layer_types"]})
+    assert whole.parameters == architecture("glm-5").parameters
+
+
 REFUSED = {
     "unknown family": ("llama-3-8b", {"model_type": "rwkv7"}, "model_type='rwkv7' is not supported; known: bamba"),
     "no family": ("llama-3-8b", {"model_type": None}, "model_type=None"),
@@ -278,11 +330,32 @@ def test_a_latent_gguf_header():
         (gguf("llama", **SHAPE, attention__new_thing=3), "attention.new_thing=3 is not known"),
         (gguf("llama", **SHAPE, attention__key_length=64, attention__value_length=32), "value_length=32 differs"),
         (gguf("llama", ssm__state_size=16), "ssm.state_size=16"),
+        (gguf("llama", **SHAPE) | {"tokenizer.ggml.tokens": 5}, "tokenizer.ggml.tokens=5 must be a list"),
     ],
 )
 def test_gguf_headers_that_are_refused(header, message):
     with pytest.raises(ConfigError, match=message):
         read_architecture(config_of_gguf(header))
+
+
+def test_a_llama_header_with_experts_is_mixtral():
+    """GGUF has one architecture for both; its weights are those of all experts."""
+    given = config("mixtral-8x7b")
+    header = gguf(
+        "llama",
+        block_count=given["num_hidden_layers"],
+        embedding_length=given["hidden_size"],
+        feed_forward_length=given["intermediate_size"],
+        context_length=given["max_position_embeddings"],
+        attention__head_count=given["num_attention_heads"],
+        attention__head_count_kv=given["num_key_value_heads"],
+        expert_count=given["num_local_experts"],
+        expert_used_count=given["num_experts_per_tok"],
+        vocab_size=given["vocab_size"],
+    )
+    model = read_architecture(config_of_gguf(header))
+    assert model.model_type == "mixtral" and model.parameters == PUBLISHED_PARAMETERS["mixtral-8x7b"]
+    assert model.groups == architecture("mixtral-8x7b").groups
 
 
 def test_configs_are_small():
