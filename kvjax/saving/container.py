@@ -70,7 +70,7 @@ def write_container(
       blocks: their bytes, in any pieces; taken one at a time.
     """
     path = Path(path)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".partial")
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".kvjax-", suffix=".partial")
     try:
         with os.fdopen(descriptor, "wb") as file:
             _write(file, header, sections, blocks)
@@ -157,10 +157,11 @@ def _digest(data: np.ndarray) -> bytes:
 
 
 def _flush_directory(directory: Path) -> None:
-    """Makes a rename outlast a power cut; not every system lets a directory be opened."""
-    if os.name != "posix":
+    """Makes a rename outlast a power cut, where the system lets the directory be opened: the file itself is there."""
+    try:
+        handle = os.open(directory, os.O_RDONLY)
+    except PermissionError:  # a directory one may write to and not list; on Windows, any
         return
-    handle = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

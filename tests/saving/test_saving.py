@@ -247,6 +247,24 @@ def test_a_failed_save_leaves_what_was_there(saved, tmp_path, monkeypatch):
     assert path.read_bytes() != b"before" and os.listdir(tmp_path) == ["cache.kv"]
 
 
+def test_a_save_that_is_done_does_not_fail_afterwards(saved, tmp_path, monkeypatch):
+    """In a directory that may be written to and not opened; and under the longest name that a file may have."""
+    cache, _, descriptor, _ = saved
+    path = tmp_path / ("x" * 255)
+
+    opened = os.open
+
+    def forbidden(name, *more, **options):
+        if os.path.isdir(name):
+            raise PermissionError(13, "Permission denied")
+        return opened(name, *more, **options)
+
+    monkeypatch.setattr("os.open", forbidden)
+    kvjax.save(cache, path, descriptor)
+    assert os.listdir(tmp_path) == [path.name]
+    kvjax.load(path, descriptor, backend="xla")
+
+
 def test_what_a_cache_is_not_is_not_saved(saved, tmp_path):
     cache, _, descriptor, _ = saved
     path = tmp_path / "cache.kv"
