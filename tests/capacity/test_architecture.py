@@ -201,6 +201,8 @@ REFUSED = {
     "no family": ("llama-3-8b", {"model_type": None}, "model_type=None"),
     "shared caches": ("llama-3-8b", {"num_kv_shared_layers": 20}, "'num_kv_shared_layers' = 20 is not known for llama"),
     "a new window": ("llama-3-8b", {"local_window": 512}, "'local_window' = 512"),
+    "windows by another name": ("qwen3-8b", {"use_swa": True}, "'use_swa' = True"),
+    "fewer heads by another name": ("llama-3-8b", {"multi_query": True}, "'multi_query' = True"),
     "a new rank": ("qwen3-8b", {"kv_rank": 64}, "'kv_rank' = 64"),
     "a new state": ("qwen3-8b", {"memory_state_size": 64}, "'memory_state_size' = 64"),
     "layer kinds": ("llama-3-8b", {"layer_types": ["full_attention"] * 31 + ["sliding_attention"]}, "at layer 31"),
