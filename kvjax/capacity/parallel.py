@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 from kvjax.architecture import CacheGroup
 from kvjax.inputs import static_size
@@ -64,8 +64,11 @@ class Parallelism:
         if self.pipeline > num_layers:
             raise ValueError(f"pipeline parallelism of {self.pipeline} exceeds the model's {num_layers} layers")
         bounds = [stage * num_layers // self.pipeline for stage in range(self.pipeline + 1)]
-        stages = []
-        for first, end in pairwise(bounds):
-            cut = (replace(g, layers=tuple(layer for layer in g.layers if first <= layer < end)) for g in groups)
-            stages.append(tuple(group for group in cut if group.layers))
+        stages: list[tuple[CacheGroup, ...]] = [()] * self.pipeline
+        for group in groups:
+            mine: dict[int, list[int]] = {}
+            for layer in group.layers:
+                mine.setdefault(bisect_right(bounds, layer) - 1, []).append(layer)
+            for stage, layers in mine.items():
+                stages[stage] += (replace(group, layers=tuple(layers)),)
         return stages
