@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields, is_dataclass
 from functools import cache
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 
 class Typed:
@@ -50,6 +50,6 @@ def matches(value: Any, hint: Any) -> bool:
             return all(matches(item, arguments[0]) for item in value)
         return len(value) == len(arguments) and all(map(matches, value, arguments))
     if is_dataclass(hint):
-        cls: Any = hint
-        return type(value) is cls and all(matches(getattr(value, name), inner) for name, inner in _hints(cls).items())
+        inner = _hints(cast(type, hint))
+        return type(value) is hint and all(matches(getattr(value, name), inner[name]) for name in inner)
     return type(value) is (type(None) if hint is None else hint)
