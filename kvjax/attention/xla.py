@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32
 
 from kvjax.attention.tiles import make_tiles
 from kvjax.grant import Grant
@@ -56,16 +56,14 @@ def tiled_attention(
     def step(index: Int32[Array, ""], carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         highest, total, out = carry
         k, v = fetch(tiles.row, index)
-        position = index * block + jnp.arange(block, dtype=jnp.int32)
         logits = _product("nkqd,nkbd->nkqb", queries, k) * scale
-        seen = position < visible[..., None]
-        logits = jnp.where(seen, logits, -jnp.inf)
+        logits = jnp.where(within_block(visible, index, block), logits, -jnp.inf)
         new_highest = jnp.maximum(highest, logits.max(-1))
         # A query that has seen nothing yet keeps −∞; subtracting it from itself would give NaN.
         base = jnp.where(jnp.isneginf(new_highest), 0, new_highest)
         weight = jnp.exp(logits - base[..., None])
         decay = jnp.exp(highest - base)
-        v = written_values(v, position, tiles.context)
+        v = written_values(v, within_block(tiles.context, index, block))
         out = out * decay[..., None] + _product("nkqb,nkbd->nkqd", weight.astype(v.dtype), v)
         return new_highest, total * decay + weight.sum(-1), out
 
@@ -83,13 +81,19 @@ def tile_size(packed: int, rows: int) -> int:
     return 1 if packed <= rows else min(MAX_TILE, 1 << (packed // rows).bit_length() - 1)
 
 
+def within_block(end: Int32[Array, "*shape"], index: Int32[Array, ""], block: int) -> Bool[Array, "*shape {block}"]:
+    """Which positions of block `index` stand before `end`.
+
+    Counted from the block's beginning: the last block may reach past 2³¹ − 1, where a position would turn negative.
+    """
+    return jnp.arange(block, dtype=jnp.int32) < (end - index * block)[..., None]
+
+
 def written_values(
-    v: Float[Array, "tiles kv_heads block value_dim"],
-    position: Int32[Array, " block"],
-    context: Int32[Array, " tiles"],
+    v: Float[Array, "tiles kv_heads block value_dim"], written: Bool[Array, "tiles block"]
 ) -> Float[Array, "tiles kv_heads block value_dim"]:
     """Values with zeros past the context: a weight of zero does not undo a NaN."""
-    return jnp.where((position < context[:, None])[:, None, :, None], v, 0)
+    return jnp.where(written[:, None, :, None], v, 0)
 
 
 def _product(equation: str, left: Array, right: Array) -> Array:

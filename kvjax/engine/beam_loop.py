@@ -18,7 +18,7 @@ import kvjax
 from kvjax.cache import KVCache
 from kvjax.engine.beam_rules import extend, start_beams
 from kvjax.engine.beam_state import Prompts, Rules, Search
-from kvjax.engine.steps import Log
+from kvjax.engine.steps import Log, next_logits
 from kvjax.models.protocol import Model
 from kvjax.pages.status import Status
 
@@ -128,7 +128,7 @@ def _decode_step(
     granted = jnp.where(jnp.repeat(served, num_beams), grant.tokens[:used], 0)
     committed = jnp.zeros_like(counts).at[:used].set(granted)
     cache = kvjax.commit(cache, committed)
-    logits = model.logits(parameters, hidden.at[grant.last[:used]].get(mode="clip"))
+    logits = next_logits(model, parameters, grant, hidden, grant.last[:used])
 
     extended, parent = extend(beams, logits.reshape(number, num_beams, -1), rules)
     latest = jnp.take_along_axis(extended.tokens, extended.length[:, None, None] - 1, axis=2)[..., 0]

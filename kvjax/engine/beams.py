@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from numbers import Real
 from typing import Literal
 
 import jax
@@ -18,6 +19,7 @@ from kvjax.engine.beam_loop import beam_search
 from kvjax.engine.beam_rules import candidates_of
 from kvjax.engine.beam_state import Prompts, Rules, Search
 from kvjax.engine.executables import power_of_two
+from kvjax.engine.request import token_ids
 from kvjax.inputs import static_size
 from kvjax.models.protocol import Model
 from kvjax.pages.status import Status, raise_for_faults
@@ -55,6 +57,9 @@ class BeamOptions:
             static_size(name, getattr(self, name))
         if self.num_beams < 2:
             raise ValueError(f"num_beams={self.num_beams} must be at least 2; one beam is greedy decoding: use Engine")
+        object.__setattr__(self, "eos", token_ids("eos", self.eos))
+        if isinstance(self.length_penalty, bool) or not isinstance(self.length_penalty, Real):
+            raise ValueError(f"length_penalty={self.length_penalty!r} must be a number")
         # The scores are float32, and so is what they are divided by.
         if not abs(self.length_penalty) * math.log10(self.max_new_tokens) < 30:
             raise ValueError(
@@ -194,6 +199,7 @@ class BeamSearch:
           ValueError: no prompts, more than the rows have beams for, or one that can never be served.
           PageTableError: the cache was damaged.
         """
+        prompts = [token_ids(f"prompt {index}", prompt) for index, prompt in enumerate(prompts)]
         width = self._check(prompts, options)
         tokens = np.zeros((len(prompts), width), np.int32)
         for line, prompt in zip(tokens, prompts, strict=True):
@@ -211,7 +217,7 @@ class BeamSearch:
 
     def why_not(self, prompt: Sequence[int], options: BeamOptions) -> str | None:
         """Why a prompt can never be served, whatever its company; None if it can."""
-        if not prompt:
+        if len(prompt) == 0:
             return "the prompt is empty; give at least one token id"
         foreign = [token for token in prompt if not 0 <= token < self._model.vocabulary]
         if foreign:

@@ -35,9 +35,10 @@ class Prefixes:
     def of(self, unit: Ordered[Generation]) -> Tokens | None:
         """The prefix that a unit takes over: what samples have in common, or else the longest registered one."""
         first = unit[0]
-        if len(unit) > 1 and len(first.request.prompt) > 1:
-            return first.request.prompt[:-1]
-        return self._longest(first.tokens)
+        if len(unit) == 1:
+            return self._longest(first.tokens)
+        # Samples that come back have their prompt in common; what they generated, each has for itself.
+        return first.request.prompt[:-1] or None
 
     def open(self, prefix: Tokens, order: int) -> Holder | None:
         """The holder to wait for if it has tokens pending, else the prefix's own; None while no row is free.

@@ -8,6 +8,9 @@ from typing import Any, Literal
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
+LARGEST_FLOAT = 3.4e38
+"""Of a float32, as which numbers reach the device, rounded down."""
+
 MAX_EOS = 8
 """End-of-sequence ids a request may name; the width of an array that the burst compares every token with."""
 
@@ -55,8 +58,8 @@ class Request:
             raise ValueError(f"eos={self.eos} must hold ids from 0 to 2**31 − 1")
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens={self.max_new_tokens} must be an integer of at least 1")
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature={self.temperature} must be a finite number, 0 (greedy) or above")
+        if not 0 <= self.temperature <= LARGEST_FLOAT:
+            raise ValueError(f"temperature={self.temperature} must be a finite float32, 0 (greedy) or above")
         if not 0 <= self.top_k < 2**31:
             raise ValueError(f"top_k={self.top_k} must be 0 (all tokens) or above, and below 2**31")
         if not 0 < self.top_p <= 1:

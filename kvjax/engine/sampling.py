@@ -48,7 +48,9 @@ def _perturbed(
 ) -> Float32[Array, "slots vocabulary"]:
     """Scores whose argmax is a sample of the filtered softmax (Gumbel-max); the plain logits for greedy slots."""
     random = (sampler.temperature > 0)[:, None]
-    scaled = logits / jnp.where(random, sampler.temperature[:, None], 1)
+    # Differences are divided, and by a normal number: a tiny temperature makes them −inf and not NaN.
+    temperature = jnp.maximum(jnp.where(random, sampler.temperature[:, None], 1), jnp.finfo(jnp.float32).tiny)
+    scaled = (logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature
     kept = jnp.where(scaled >= _cutoff(scaled, sampler)[:, None], scaled, -jnp.inf)
     noise = jax.vmap(_noise, in_axes=(0, 0, None))(sampler.seed, position, logits.shape[-1])
     return jnp.where(random, kept + noise, logits)
@@ -62,7 +64,9 @@ def _cutoff(scaled: Float32[Array, "slots vocabulary"], sampler: Sampler) -> Flo
     within = jnp.arange(vocabulary) < limit[:, None]
     probability = jax.nn.softmax(jnp.where(within, descending, -jnp.inf), axis=-1)
     likelier = jnp.cumsum(probability, axis=-1) - probability
-    count = jnp.sum(within & (likelier < sampler.top_p[:, None]), axis=-1)
+    # The sum of all may round to more than 1.
+    reached = (likelier >= sampler.top_p[:, None]) & (sampler.top_p[:, None] < 1)
+    count = jnp.sum(within & ~reached, axis=-1)
     return jnp.take_along_axis(descending, jnp.maximum(count - 1, 0)[:, None], axis=-1)[:, 0]
 
 

@@ -138,7 +138,7 @@ class PromptLookup:
             still &= (before == history[:, -back, None]) & (before >= 0)
             matched += still
         # A place nearer to the end than `tokens` has fewer tokens to offer than one as far before that point.
-        newest = self.seen - self.tokens
+        newest = max(self.seen - self.tokens, 0)
         score = jnp.where(matched > 0, matched * (2 * self.seen) - jnp.abs(place - newest), -1)
         return jnp.where(jnp.any(matched > 0, axis=1), jnp.argmax(score, axis=1).astype(jnp.int32), self.seen)
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvjax.attention.paged import choose_backend, paged_attention
-from kvjax.attention.xla import MAX_TILE, tile_size
+from kvjax.attention.xla import MAX_TILE, tile_size, within_block
 from kvjax.grant import make_grant
 from kvjax.layout import canonical_layout
 from kvjax.spec import CacheSpec
@@ -91,6 +91,17 @@ def test_float32_is_not_rounded_on_the_way():
 )
 def test_tiles_follow_what_rows_bring(packed, rows, expected):
     assert tile_size(packed, rows) == expected
+
+
+@pytest.mark.parametrize("block", [126, 128, 200])
+def test_the_last_block_of_the_longest_context_has_no_position_past_it(block):
+    """Pages of 3 or 200 tokens do not divide 2³¹: positions of the last block pass what int32 holds."""
+    longest = 2**31 - 1
+    ends = np.array([longest, longest - 1, longest // block * block, 1, 0])
+    for index in (longest // block, longest // block - 1, 0):
+        expected = index * block + np.arange(block) < ends[:, None]
+        found = within_block(jnp.asarray(ends, jnp.int32), jnp.int32(index), block)
+        np.testing.assert_array_equal(found, expected)
 
 
 def test_backend_is_chosen_by_device_and_never_silently():

@@ -164,6 +164,9 @@ def test_the_whole_search_is_in_place(model, looks_back):
         ({"early_stopping": "maybe"}, "early_stopping='maybe'"),
         ({"num_return_sequences": 5}, "num_return_sequences=5"),
         ({"eos": (-1,)}, "eos="),
+        ({"eos": (1.5,)}, "eos holds 1.5, which is no token id"),
+        ({"eos": 7}, "eos=7 must be a sequence"),
+        ({"length_penalty": "1"}, "length_penalty='1' must be a number"),
     ],
 )
 def test_options_out_of_range_are_named(wrong, message):
@@ -177,6 +180,9 @@ def test_batches_that_cannot_be_searched_are_refused(model):
         ([], OPTIONS, "no prompts"),
         (PROMPTS, OPTIONS, "4 prompts of 3 beams need more than the cache's 6 rows"),
         ([[1], []], OPTIONS, "prompt 1: the prompt is empty"),
+        ([[1], [2.5]], OPTIONS, "prompt 1 holds 2.5, which is no token id"),
+        ([1, 2], OPTIONS, "prompt 0=1 must be a sequence"),
+        (np.zeros((0, 4), np.int32), OPTIONS, "no prompts"),
         ([[1, VOCABULARY]], OPTIONS, f"holds {VOCABULARY}, no id"),
         ([[1] * 33], OPTIONS, "33 prompt tokens and max_new_tokens=16 are more than the 48 positions"),
         ([[1]], BeamOptions(num_beams=6, eos=tuple(range(10))), "choose among 67 ids"),

@@ -129,6 +129,22 @@ def test_groups_that_give_way_to_each_other_get_the_same_tokens(num_pages, page_
     assert engine.metrics().preemptions > 0 and all(together)
 
 
+def test_samples_that_come_back_take_no_prefix_that_only_one_of_them_wrote():
+    """A prompt of one token has nothing to share, but what a sample generated may begin like a registered prefix."""
+    short = request(PROMPTS[0][:1], seed=2)
+    expected = independent(short.prompt, 3, seed=2)
+    prefix = short.prompt + expected[0][:3]
+    assert all(short.prompt + tokens[:3] != prefix for tokens in expected[1:])
+    engine = make_engine(paged(16, 4), burst=2, max_seqs=4)
+    engine.add_prefix(prefix)
+    first = engine.submit(request(PROMPTS[0], max_new_tokens=30))
+    ids = engine.submit_samples(short, 3)
+    results = {result.id: result for result in engine.run()}
+    assert results[first].finish_reason == "length" and engine.metrics().preemptions >= 3
+    assert [results[number].tokens for number in ids] == expected
+    assert sound(engine)
+
+
 def test_a_group_larger_than_the_pool_is_served_in_parts():
     engine = make_engine(paged(7, 16), burst=3)
     engine.submit_samples(request(), 4)

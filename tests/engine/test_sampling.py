@@ -1,10 +1,14 @@
 """Sampling: what the filters let through, how often, and that a slot's noise is its own."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvjax.engine import sampling
+from kvjax.engine.request import LARGEST_FLOAT
 from kvjax.engine.sampling import Sampler, sample
 
 jitted = jax.jit(sample)
@@ -36,9 +40,27 @@ def softmax(logits):
     return weight / weight.sum()
 
 
-@pytest.mark.parametrize("settings", [{"temperature": 0.0}, {"top_k": 1}, {"top_p": 1e-6}, {"temperature": 1e-4}])
-def test_greedy_in_four_ways(settings):
+@pytest.mark.parametrize(
+    "settings",
+    [{"temperature": temperature} for temperature in (0.0, 1e-4, 1e-38, 1e-41)] + [{"top_k": 1}, {"top_p": 1e-6}],
+)
+def test_ways_to_be_greedy(settings):
     assert set(samples(256, **settings)) == {LOGITS.argmax()}
+
+
+def test_no_temperature_costs_a_slot_its_margin():
+    """Logits divided by less than 1 / float32's range are infinite, and infinities have no differences."""
+    temperature = jnp.asarray([1e-41, 2e-38, 1e-30, 1.0, LARGEST_FLOAT], jnp.float32)
+    settings = replace(sampler(5), temperature=temperature)
+    margin = jitted(jnp.tile(LOGITS * 100, (5, 1)), settings, jnp.zeros(5, jnp.int32))[1]
+    assert not np.isnan(margin).any()
+
+
+def test_top_p_of_one_lets_everything_through():
+    """Also where the probabilities of the likeliest, summed in float32, round to 1."""
+    logits = jnp.asarray(np.log(np.r_[np.full(3, 1 / 3), np.full(200, 1e-9)])[None], jnp.float32)
+    cutoff = sampling._cutoff(logits, sampler(1))
+    assert float(cutoff[0]) == float(logits.min())
 
 
 def test_margins_of_greedy_slots_are_between_the_best_two_logits():

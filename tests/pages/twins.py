@@ -270,7 +270,7 @@ def mask_one_position_late(real):
 
 def value_mask_dropped(real):
     """Weights past the context are zero, and 0 × NaN is NaN."""
-    return lambda v, position, context: v
+    return lambda v, written: v
 
 
 _SHRINKING = ((mapping, "change_holders"),), ("truncate", "release")
