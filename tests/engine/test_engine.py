@@ -203,3 +203,18 @@ def test_token_ids_may_come_in_any_sequence_or_array(make):
     request = Request(make([3, 1, 4]), eos=make([5]), stop=["x"])
     assert request == Request((3, 1, 4), eos=(5,), stop=("x",))
     assert all(type(token) is int for token in (*request.prompt, *request.eos))
+
+
+@pytest.mark.parametrize("waiting", [0, 1])
+def test_a_burst_ends_with_a_request_when_another_waits_for_its_place(waiting):
+    engine = make_engine(paged(64, 16))
+    prompt = PROMPTS[0][:3]
+    ids = [engine.submit(Request(prompt, max_new_tokens=number)) for number in (3, 24, 24, 24)]
+    if waiting:
+        engine.submit(Request(prompt, max_new_tokens=2))
+    told = dict.fromkeys(range(5), 0)
+    while ids[0] not in engine.results:
+        for event in engine.step():
+            told[event.id] += len(event.tokens)
+    # One token with the prompt; then a burst, of eight steps unless somebody waits.
+    assert [told[number] for number in ids] == ([3, 3, 3, 3] if waiting else [3, 9, 9, 9])

@@ -20,7 +20,7 @@ from tests.engine.serving import (
     paged,
     serve,
 )
-from tests.engine.tiny_model import TinyModel
+from tests.engine.tiny_model import CONTEXT, TinyModel
 
 LOOKUP = PromptLookup(tokens=3, longest=2, seen=32)
 REPEATS = tuple((PREFIX[: 3 + n] * 4)[:20] for n in range(4))
@@ -116,6 +116,14 @@ def test_preemption_and_cancellation_change_nothing():
     results = [result for result in engine.run() if result.id != gone]
     assert_expected(results, "a small pool")
     assert engine.metrics().preemptions > 0
+
+
+def test_drafts_end_where_the_context_ends():
+    """The last step drafts one token fewer than it could, or its row would pass the context and be refused."""
+    engine = make_engine(paged(96, 4), drafter=drafters()["the model itself"])
+    results = serve(engine, [Request(PROMPTS[3], max_new_tokens=200)])
+    assert len(PROMPTS[3]) + len(results[0].tokens) == CONTEXT
+    assert_expected(results, "to the last position")
 
 
 def test_eos_inside_accepted_drafts_ends_the_request():
