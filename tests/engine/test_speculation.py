@@ -14,6 +14,7 @@ from tests.engine.serving import (
     PROMPTS,
     assert_expected,
     contiguous,
+    expected,
     greedy,
     make_engine,
     model,
@@ -93,15 +94,18 @@ def test_surplus_pages_go_back_in_the_step_that_reserved_them():
     assert engine.metrics().drafted_tokens > engine.metrics().accepted_tokens
 
 
-def test_a_pool_too_small_for_drafts_still_serves_without_preemption():
-    """The last pages go to tokens, not to guesses."""
-    prompt = PROMPTS[0]
-    pages = len(prompt) + 12
-    engine = make_engine(
-        paged(pages, 1), drafter=PromptLookup(tokens=8, longest=1, seen=64), max_seqs=1, max_prefixes=0
-    )
-    assert_expected(serve(engine, greedy([prompt], 13)), "a full pool")
-    assert engine.metrics().preemptions == 0
+def test_the_last_pages_go_to_tokens_and_not_to_guesses():
+    """Where there are pages for a token but not for its drafts, nobody gives way, and nobody stands still."""
+    engine = make_engine(paged(56, 1), drafter=PromptLookup(tokens=8, longest=1, seen=64), burst=1, max_prefixes=0)
+    for request in greedy(REPEATS[:2]):
+        engine.submit(request)
+    steps = 0
+    while not engine.idle:
+        engine.step()
+        steps += 1
+        assert steps <= 2 * 24 + 8, "requests stand still"
+    assert_expected(engine.run(), "a full pool")
+    assert engine.metrics().preemptions == 1 and engine.metrics().drafted_tokens > 0
 
 
 def test_preemption_and_cancellation_change_nothing():
@@ -127,12 +131,14 @@ def test_drafts_end_where_the_context_ends():
 
 
 def test_eos_inside_accepted_drafts_ends_the_request():
-    plain = serve(make_engine(paged(64, 16)), greedy(PROMPTS[:1]))[0].tokens
-    eos = plain[5]
-    first = plain.index(eos)
-    engine = make_engine(paged(64, 16), drafter=DraftModel(model(), tokens=7))
-    result = serve(engine, [Request(PROMPTS[0], max_new_tokens=24, eos=(eos,))])[0]
-    assert (result.tokens, result.finish_reason) == (plain[: first + 1], "stop")
+    """On the device too: a draft that is accepted after it would count."""
+    plain = expected(PROMPTS[0])[0]
+    # The first token comes with the prompt, then each step makes four: one that ends is neither first nor last of them.
+    first = next(place for place in range(5, 24) if plain[place] not in plain[:place] and (place - 1) % 4 in (1, 2))
+    engine = make_engine(paged(96, 4), drafter=drafters()["the model itself"])
+    result = serve(engine, [Request(PROMPTS[0], max_new_tokens=24, eos=(plain[first],))])[0]
+    assert (list(result.tokens), result.finish_reason) == (plain[: first + 1], "stop")
+    assert engine.metrics().accepted_tokens == (first - 1) // 4 * 3 + (first - 1) % 4
 
 
 def test_lookup_drafts_on_a_contiguous_cache_too():
