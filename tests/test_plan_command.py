@@ -119,7 +119,7 @@ def test_a_trace_decides_lengths_pages_and_advice(run, tmp_path):
 def test_what_does_not_fit_is_a_plan_all_the_same(run):
     status, out, err = run(DIRECTORY / "llama-3-70b.json", "--hbm", "80GB", "--json")
     plan = json.loads(out)
-    assert (status, err, plan["max_sequences"]) == (1, [], 0)
+    assert (status, len(err), plan["max_sequences"]) == (1, 1, 0) and plan["limit"] in err[0]
     assert plan["shortfall_bytes"] > 0 and plan["limit"].startswith("memory: ")
     status, out, _ = run(DIRECTORY / "llama-3-70b.json", "--hbm", "80GB")
     assert status == 1 and "limit" in out and "more" in out

@@ -16,12 +16,12 @@ EXAMPLES = re.findall(r"```python\n(.*?)```\n\n```\n(.*?)```", README, re.DOTALL
 
 
 def test_there_is_no_example_without_its_output():
-    assert len(EXAMPLES) == README.count("```python") == 2
+    assert len(EXAMPLES) == README.count("```python") == 3
 
 
-@pytest.mark.parametrize(("code", "printed"), EXAMPLES, ids=("library", "engine"))
-def test_an_example_prints_what_the_readme_says(code, printed):
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+@pytest.mark.parametrize(("code", "printed"), EXAMPLES, ids=("library", "engine", "files"))
+def test_an_example_prints_what_the_readme_says(code, printed, tmp_path):
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout == printed
 

@@ -80,7 +80,7 @@ class Answers:
         problem = prompt.problem if result is None else result.error
         if self._form == "json":
             say_json(_record(prompt, result, problem))
-        elif result is not None and self._form == "text":
+        elif result is not None and self._form == "text" and (problem is None or result.tokens):
             say(f"--- {prompt.source} ({result.finish_reason})\n{_readable(result)}")
         elif result is not None and problem is None and (result.text is None or not self._line_open):
             say(_readable(result))

@@ -24,9 +24,9 @@ from kvjax.capacity import (
 from kvjax.capacity.fragmentation import COPY_OVERHEAD_BYTES
 from kvjax.commands.errors import CommandError
 from kvjax.commands.options import real_number, whole_number
-from kvjax.commands.output import say
+from kvjax.commands.output import complain, say
 from kvjax.commands.plan_picture import draw
-from kvjax.commands.plan_record import record
+from kvjax.commands.plan_record import limit, record
 from kvjax.commands.plan_report import report
 from kvjax.commands.plan_trace import Trace, read_trace
 from kvjax.commands.text import one_line
@@ -101,7 +101,12 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--kv-dtype", choices=("auto", *FORMATS), default="auto", help="format of the cache")
     parser.add_argument("--context", type=positive, metavar="T", help="longest sequence (default: the model's)")
     parser.add_argument("--trace", metavar="FILE", help="JSON lines with the lengths to plan for")
-    parser.add_argument("--page-size", type=page_size, metavar="P|auto", help="tokens a page (default: auto, the knee)")
+    parser.add_argument(
+        "--page-size",
+        type=page_size,
+        metavar="P|auto",
+        help="tokens a page (default: auto, the size of the kernels nearest to the knee)",
+    )
     parser.add_argument("--chunk", type=positive, default=8192, metavar="T", help="tokens of a step (default: 8192)")
     parser.add_argument(
         "--slack", type=real_number(0, 0.9), default=0.05, metavar="F", help="share the allocator loses (default: 0.05)"
@@ -174,7 +179,10 @@ def run(options: argparse.Namespace) -> int:
         say(json.dumps(record(plan, advice), indent=2, ensure_ascii=False))
     else:
         say(report(plan, advice, title=options.config))
-    return 0 if plan.max_sequences else 1
+    if plan.max_sequences:
+        return 0
+    complain(options.command, f"error: not one sequence fits in --hbm {options.hbm}: {limit(plan)}")
+    return 1
 
 
 def _read_config(name: str) -> tuple[dict[str, Any], int | None]:

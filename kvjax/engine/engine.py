@@ -87,6 +87,13 @@ class Engine:
         max_prefixes = static_size("max_prefixes", max_prefixes, least=0)
         if (mirror or page_map is not None) and not backing.shares_pages:
             raise ValueError("a mirror or page map shows the pages of a paged cache; this one has none")
+        drafter = NoDrafts() if drafter is None else drafter
+        if isinstance(drafter, type) or not hasattr(drafter, "serve_with"):
+            raise TypeError(f"{drafter=} drafts nothing; pass PromptLookup(), DraftModel(model) or the like")
+        if on_tokens is not None and not callable(on_tokens):
+            raise TypeError(f"{on_tokens=} cannot be called; pass a function of (request id, tokens)")
+        if host_bytes is not None and preemption != "swap":
+            raise ValueError(f"{host_bytes=} is for preemption='swap'; this engine's is {preemption!r}")
         self._vocabulary = model.vocabulary
         self._backing = backing
         self._max_prefixes = max_prefixes
@@ -95,7 +102,6 @@ class Engine:
         self._page_map = page_map
         self._on_tokens = on_tokens
         self._stream_problem: Exception | None = None
-        drafter = NoDrafts() if drafter is None else drafter
         model = drafter.serve_with(model)
         # One row more than registered prefixes need: only the first group in the queue ever computes its own.
         prefix_rows = max_prefixes + 1 if backing.shares_pages else 0

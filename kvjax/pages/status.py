@@ -58,6 +58,8 @@ def raise_for_status(status: Any, *, operation: str = "transition", allow: Colle
       operation: what to call it in the message.
       allow: reasons to pass over beside OK; EMPTY, for instance, where a row may have been released before.
     """
+    if hasattr(status, "status"):
+        raise TypeError(f"raise_for_status takes codes, not {type(status).__name__}; pass its .status")
     codes = [Status(int(code)) for code in np.asarray(status).reshape(-1)]
     refused = [(row, code) for row, code in enumerate(codes) if code != Status.OK and code not in allow]
     if refused:

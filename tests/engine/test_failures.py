@@ -5,9 +5,19 @@ from dataclasses import replace
 import jax.numpy as jnp
 import pytest
 
-from kvjax.engine import Engine, Request
-from kvjax.pages import Fault, PageTableError
-from tests.engine.serving import PROMPTS, assert_same_tokens, expected, greedy, model, paged, serve
+from kvjax.engine import Engine, PromptLookup, Request
+from kvjax.grant import make_grant
+from kvjax.pages import Fault, PageTableError, raise_for_status
+from tests.engine.serving import (
+    PROMPTS,
+    assert_same_tokens,
+    expected,
+    greedy,
+    make_engine,
+    model,
+    paged,
+    serve,
+)
 from tests.engine.tiny_model import TinyModel
 
 
@@ -150,3 +160,25 @@ def test_sticky_faults_of_the_page_table_are_raised(burst):
     runner.cache = replace(runner.cache, table=replace(runner.cache.table, faults=faults))
     with pytest.raises(PageTableError, match=r"no longer sound.*UNDERFLOW\|COMMIT_REFUSED"):
         engine.step()
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind", "problem"),
+    [
+        ({"drafter": "lookup"}, TypeError, "pass PromptLookup"),
+        ({"drafter": PromptLookup}, TypeError, "pass PromptLookup"),
+        ({"on_tokens": 3}, TypeError, "on_tokens=3 cannot be called"),
+        ({"host_bytes": 8}, ValueError, "host_bytes=8 is for preemption='swap'"),
+        ({"preemption": "swap"}, ValueError, "needs host_bytes"),
+        ({"preemption": "drop"}, ValueError, "must be 'recompute' or 'swap'"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused_by_name(settings, kind, problem):
+    with pytest.raises(kind, match=problem):
+        make_engine(paged(8, 16), **settings)
+
+
+def test_a_grant_is_no_status():
+    grant = make_grant(*(jnp.zeros(2, jnp.int32) for _ in range(3)), 1)
+    with pytest.raises(TypeError, match=r"pass its \.status"):
+        raise_for_status(grant)
