@@ -15,7 +15,6 @@ from tests.engine.serving import PREFIX, contiguous, make_engine, model, paged
 from tests.engine.tiny_model import VOCABULARY
 
 SETTINGS = {
-    "plain": {},
     "lookup, swap": {"drafter": PromptLookup(tokens=2, seen=32), "preemption": "swap", "host_bytes": 1 << 20},
     "draft model": {"drafter": DraftModel(model(), tokens=2)},
 }

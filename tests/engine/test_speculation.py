@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.engine import DraftModel, NoDrafts, PromptLookup, Request, burst
+from kvjax.engine import DraftModel, PromptLookup, Request, burst
 from kvjax.spec import CacheSpec
 from tests.engine.serving import (
     PREFIX,
@@ -208,13 +208,12 @@ def test_joined_caches_come_apart_again():
         joined.part("other")
 
 
-@pytest.mark.parametrize("drafter", [NoDrafts(), LOOKUP])
-def test_tokens_are_told_while_the_burst_runs(drafter):
+def test_tokens_are_told_while_the_burst_runs():
     """Every token is told once and in order, and most of them before the step that made them has returned."""
     told, early = {}, []
     engine = make_engine(
         paged(64, 16),
-        drafter=drafter,
+        drafter=LOOKUP,
         on_tokens=lambda number, tokens: (told.setdefault(number, []).extend(tokens), early.append(in_step)),
     )
     for request in greedy(PROMPTS[:4]):
