@@ -10,9 +10,7 @@ peak is the step in which most pages were held.
 
 from __future__ import annotations
 
-import json
 import platform
-import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -21,6 +19,7 @@ import jax
 import jaxlib
 from absl import app, flags
 
+from experiments.figures import write_figures
 from kvjax.commands.demo_prompts import QUESTIONS, SYSTEM
 from kvjax.engine import BeamOptions, BeamReport, BeamSearch
 from kvjax.models import LoadedModel, load
@@ -104,21 +103,14 @@ def main(argv: Sequence[str]) -> None:
             }
         )
     if JSON.value:
-        figures = {
-            "model": loaded.name,
-            "device": device.device_kind,
-            "machine": platform.machine(),
-            "python": platform.python_version(),
-            "jax": jax.__version__,
-            "jaxlib": jaxlib.__version__,
-            "command": sys.argv,
-            "prompt_tokens": [len(prompt) for prompt in prompts],
-            "max_new_tokens": NEW_TOKENS.value,
-            "page_size": PAGE_SIZE.value,
-            "records": records,
-        }
-        with open(JSON.value, "w") as file:
-            json.dump(figures, file, indent=1)
+        write_figures(
+            JSON.value,
+            model=loaded.name,
+            prompt_tokens=[len(prompt) for prompt in prompts],
+            max_new_tokens=NEW_TOKENS.value,
+            page_size=PAGE_SIZE.value,
+            records=records,
+        )
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ repeat; medians over repeats.  Every setting must give the same tokens.
 
 from __future__ import annotations
 
-import json
 import platform
 import statistics
 import sys
@@ -24,6 +23,7 @@ import numpy as np
 from absl import app, flags
 from tqdm import tqdm
 
+from experiments.figures import write_figures
 from kvjax.commands.demo_prompts import QUESTIONS
 from kvjax.engine import Drafter, DraftModel, Engine, NoDrafts, PagedBacking, PromptLookup, Request
 from kvjax.models import LoadedModel, load
@@ -70,9 +70,11 @@ class Subject:
         engine = self.engine
         ids = [engine.submit(Request(prompt, max_new_tokens=TOKENS.value)) for prompt in self.prompts]
         begun: set[int] = set()
+        before = 0
         while len(begun) < len(ids):
-            begun |= {event.id for event in engine.step()}
-        before = sum(len(generation.margins) for generation in engine._unfinished.values())
+            events = engine.step()
+            begun |= {event.id for event in events}
+            before += sum(len(event.tokens) for event in events)
         compiling, start = engine.metrics().compile_seconds, time.perf_counter()
         engine.run()
         seconds = time.perf_counter() - start - (engine.metrics().compile_seconds - compiling)
@@ -158,19 +160,7 @@ def main(argv: Sequence[str]) -> None:
             f"{spread:>20} {record['against_first']:>6.2f} {accepted}"
         )
     if JSON.value:
-        figures = {
-            "device": device.device_kind,
-            "machine": platform.machine(),
-            "python": platform.python_version(),
-            "jax": jax.__version__,
-            "jaxlib": jaxlib.__version__,
-            "command": sys.argv,
-            "tokens": TOKENS.value,
-            "repeats": REPEATS.value,
-            "records": records,
-        }
-        with open(JSON.value, "w") as file:
-            json.dump(figures, file, indent=1)
+        write_figures(JSON.value, tokens=TOKENS.value, repeats=REPEATS.value, records=records)
 
 
 if __name__ == "__main__":

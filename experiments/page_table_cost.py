@@ -17,17 +17,16 @@ than it gains by spreading such small operations over threads (`--one_core=false
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from absl import app, flags
 
+from experiments.figures import write_figures
 from experiments.python_pool import BlockPool
 
 ROWS = flags.DEFINE_list("rows", ["16", "64", "256", "1024"], "Row counts to measure.")
@@ -286,20 +285,8 @@ def main(argv: Sequence[str]) -> None:
             print_record(record)
         records += group
     if JSON.value:
-        figures = {
-            "device": device.device_kind,
-            "machine": platform.machine(),
-            "python": platform.python_version(),
-            "jax": jax.__version__,
-            "jaxlib": jaxlib.__version__,
-            "command": sys.argv,
-            "flags": {
-                flag.name: flag.value for flag in (PAGE_SIZE, CONTEXT, MAX_CONTEXT, STEPS, REPEATS, CLOCK, ONE_CORE)
-            },
-            "records": records,
-        }
-        with open(JSON.value, "w") as file:
-            json.dump(figures, file, indent=1)
+        used = (PAGE_SIZE, CONTEXT, MAX_CONTEXT, STEPS, REPEATS, CLOCK, ONE_CORE)
+        write_figures(JSON.value, flags={flag.name: flag.value for flag in used}, records=records)
 
 
 if __name__ == "__main__":
