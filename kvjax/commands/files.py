@@ -1,4 +1,4 @@
-"""Files that a command writes: whole or not at all."""
+"""Files that a command reads line by line, and files that it writes: whole or not at all."""
 
 from __future__ import annotations
 
@@ -8,6 +8,22 @@ from pathlib import Path
 
 from kvjax.commands.errors import CommandError
 from kvjax.commands.text import one_line
+
+
+def read_lines(flag: str, path: str, form: str) -> list[tuple[str, bytes]]:
+    """The lines of a file that are not blank, each with "path:number" to name it by.
+
+    Raises:
+      CommandError: the file that `flag` names cannot be read, or has no such line; says the `form` of one.
+    """
+    try:
+        lines = Path(path).read_bytes().split(b"\n")
+    except OSError as error:
+        raise CommandError(f"{flag} {path}: {error.strerror or error}") from error
+    found = [(f"{path}:{number}", line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not found:
+        raise CommandError(f"{flag} {path}: the file is empty; {form}")
+    return found
 
 
 def check_writable(name: str) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from kvjax.commands.errors import CommandError
+from kvjax.commands.files import read_lines
 
 FORM = 'a number of tokens, {"length": N}, or {"prompt_tokens": N, "output_tokens": N, "shared_prefix_tokens": N}'
 
@@ -33,13 +33,8 @@ def read_trace(path: str) -> Trace:
     Raises:
       CommandError: the file cannot be read, has no lengths, or a line is not of the form; names the line.
     """
-    try:
-        lines = Path(path).read_bytes().split(b"\n")
-    except OSError as error:
-        raise CommandError(f"--trace {path}: {error.strerror or error}") from error
-    requests = [_parse(f"{path}:{number}", line) for number, line in enumerate(lines, 1) if line.strip()]
-    if not requests:
-        raise CommandError(f"--trace {path}: the file is empty; write one line a request: {FORM}")
+    lines = read_lines("--trace", path, f"write one line a request: {FORM}")
+    requests = [_parse(source, line) for source, line in lines]
     shared = [request[2] for request in requests]
     known = any(one is not None for one in shared)
     return Trace(

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from kvjax.commands.errors import CommandError
+from kvjax.commands.files import read_lines
 
 KEYS = ("prompt", "prompt_ids")
 
@@ -35,14 +34,8 @@ def read_prompts(path: str) -> list[Prompt]:
     Raises:
       CommandError: the file cannot be read or holds no line at all.
     """
-    try:
-        lines = Path(path).read_bytes().split(b"\n")
-    except OSError as error:
-        raise CommandError(f"--prompts {path}: {error.strerror or error}") from error
-    prompts = [_parse(f"{path}:{number}", line) for number, line in enumerate(lines, 1) if line.strip()]
-    if not prompts:
-        raise CommandError(f'--prompts {path}: the file is empty; write one {{"prompt": "…"}} a line')
-    return prompts
+    form = 'write one {"prompt": "…"} a line'
+    return [_parse(source, line) for source, line in read_lines("--prompts", path, form)]
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
