@@ -121,10 +121,10 @@ def _check_dtypes(q: Array, pool: Array, scales: Scales | None) -> None:
         raise ValueError(f"{q.dtype=}; cast q to one of {', '.join(QUERY_DTYPES)}")
     if pool.dtype in QUANTISED_DTYPES:
         if scales is None:
-            raise ValueError(f"{pool.dtype=} without scales; pass Scales(key, value), of ones if there is nothing to scale")
+            raise ValueError(f"{pool.dtype=} without scales; pass Scales(key, value), ones if need be")
     elif pool.dtype != q.dtype:
         raise ValueError(
-            f"{q.dtype=}, {pool.dtype=}; both must be the same, or the pool one of {', '.join(QUANTISED_DTYPES)}: cast q"
+            f"{q.dtype=}, {pool.dtype=}; give both one dtype, or the pool one of {', '.join(QUANTISED_DTYPES)}: cast q"
         )
     elif scales is not None:
         raise ValueError(f"scales for {pool.dtype=}; only {', '.join(QUANTISED_DTYPES)} are scaled: pass None")
