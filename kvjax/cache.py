@@ -17,24 +17,25 @@ released or served again in the same program.  Otherwise XLA may keep a copy of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import singledispatch
+from functools import partial, singledispatch
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int32, Shaped
+from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped
 
 from kvjax import pages
-from kvjax.attention.paged import Backend, paged_attention
+from kvjax.attention.paged import Backend, key_and_value_dims, paged_attention
 from kvjax.grant import Grant, make_grant
 from kvjax.inputs import integers, static_size
 from kvjax.layout import PageLayout
 from kvjax.pages import Fault, PageTable, Status
 from kvjax.spec import CacheSpec
 from kvjax.storage import Pool, append_tokens, copy_pages
+from pallas_kernels.arguments import Attention, Scales
 
 Layer = int | Array | tuple[str, int | Array]
 """A model layer: its number; or (group name, index within the group), which may be traced with several groups."""
@@ -116,9 +117,18 @@ def write(cache: Any, layer: Layer, grant: Grant, **tensors: Shaped[Array, "pack
     raise TypeError(f"{type(cache).__name__} is not a kvjax cache")
 
 
-@singledispatch
 def attend(
-    cache: Any, layer: Layer, grant: Grant, q: Float[Array, "packed q_heads key_dim"], *, scale: float | None = None
+    cache: Any,
+    layer: Layer,
+    grant: Grant,
+    q: Float[Array, "packed q_heads key_dim"],
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    kept: int = 0,
+    soft_cap: float | None = None,
+    sinks: Float[Array, " q_heads"] | None = None,
+    scales: Scales | None = None,
 ) -> Float[Array, "packed q_heads value_dim"]:
     """Causal attention of every granted token over its row, itself included; zeros in padding.
 
@@ -128,7 +138,32 @@ def attend(
       grant: from `reserve`.
       q: queries, one a granted token; q_heads is a multiple of the cached heads, which consecutive queries share.
       scale: multiplies the logits; key_dim ** −0.5 if None.
+      window: a token sees the last `window` positions, itself included; None: all before it.
+      kept: the first `kept` positions stay visible beyond the window (StreamingLLM).
+      soft_cap: logits become soft_cap · tanh(logits / soft_cap) (Gemma 2).
+      sinks: a logit a query head that takes its share of the softmax and gives no value (gpt-oss).
+      scales: `kvjax.attention.Scales`, what the keys and values of a float8 or int8 cache are multiplied by. `write`
+        only casts: divide by the same scales, and round, before it.
+
+    The window hides positions and, in the kernels, spares reading them; their pages stay the row's.
     """
+    q = check_queries(q, grant)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    attention = partial(Attention, scale=scale, window=window, kept=kept, soft_cap=soft_cap)
+    return attend_as(cache, layer, grant, q, attention, check_sinks(sinks, q), scales)
+
+
+@singledispatch
+def attend_as(
+    cache: Any,
+    layer: Layer,
+    grant: Grant,
+    q: Float[Array, "packed q_heads key_dim"],
+    attention: Callable[[int], Attention],
+    sinks: Float32[Array, " q_heads"] | None,
+    scales: Scales | None,
+) -> Float[Array, "packed q_heads value_dim"]:
+    """`attend` of one kind of cache, once the arguments are checked; `attention` lacks the values' width."""
     raise TypeError(f"{type(cache).__name__} is not a kvjax cache")
 
 
@@ -227,19 +262,20 @@ def _(cache: KVCache, layer: Layer, grant: Grant, **tensors: Array) -> KVCache:
     )
 
 
-@attend.register
+@attend_as.register
 def _(
     cache: KVCache,
     layer: Layer,
     grant: Grant,
     q: Float[Array, "packed q_heads key_dim"],
-    *,
-    scale: float | None = None,
+    attention: Callable[[int], Attention],
+    sinks: Float32[Array, " q_heads"] | None,
+    scales: Scales | None,
 ) -> Float[Array, "packed q_heads value_dim"]:
     index, within = _locate(cache, layer)
     group, layout = cache.table.groups[index], cache.layouts[index].pools[0]
     _check_grant(cache.rows, grant)
-    q = check_queries(q, grant)
+    _, value_dim = key_and_value_dims(layout)
     return paged_attention(
         q,
         grant,
@@ -247,7 +283,9 @@ def _(
         layout,
         group.pages,
         within * group.num_pages,
-        scale=q.shape[-1] ** -0.5 if scale is None else scale,
+        attention=attention(value_dim),
+        sinks=sinks,
+        scales=scales,
         backend=cache.backend,
     )
 
@@ -394,6 +432,18 @@ def check_queries(q: Any, grant: Grant) -> Float[Array, "packed q_heads key_dim"
             f"q has shape {q.shape} and dtype {q.dtype}; pass floats [packed={grant.packed}, q_heads, key_dim]"
         )
     return q
+
+
+def check_sinks(sinks: Any, q: Array) -> Float32[Array, " q_heads"] | None:
+    """The sinks in float32; ValueError unless there is one for each query head."""
+    if sinks is None:
+        return None
+    sinks = jnp.asarray(sinks)
+    if sinks.shape != q.shape[1:2] or not jnp.issubdtype(sinks.dtype, jnp.floating):
+        raise ValueError(
+            f"sinks: {sinks.shape=}, {sinks.dtype=}; pass one float for each of the {q.shape[1]} query heads"
+        )
+    return sinks.astype(jnp.float32)
 
 
 def _check_grant(rows: int, grant: Grant) -> None:

@@ -6,19 +6,22 @@ the same code runs on either.  K and V stand in arrays of their own, addressed b
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from kvjax import cache as paged
-from kvjax.attention.xla import tiled_attention
+from kvjax.attention.tiled import tiled_attention
+from kvjax.attention.tiles import make_tiling, tile_size
 from kvjax.grant import Grant, make_grant
 from kvjax.inputs import row_integers, row_mask, static_size
 from kvjax.pages.status import Status
 from kvjax.spec import CacheSpec
+from pallas_kernels.arguments import Attention, Scales
 
 BLOCK = 128
 """Keys read at a time; spans are rounded up to it."""
@@ -107,16 +110,19 @@ def _(cache: ContiguousCache, layer: int | Array, grant: Grant, **tensors: Array
     )
 
 
-@paged.attend.register
+@paged.attend_as.register
 def _(
     cache: ContiguousCache,
     layer: int | Array,
     grant: Grant,
     q: Float[Array, "packed q_heads key_dim"],
-    *,
-    scale: float | None = None,
+    attention: Callable[[int], Attention],
+    sinks: Float32[Array, " q_heads"] | None,
+    scales: Scales | None,
 ) -> Float[Array, "packed q_heads value_dim"]:
-    layer, q = paged.as_layer(layer), paged.check_queries(q, grant)
+    layer = paged.as_layer(layer)
+    if scales is not None:
+        raise NotImplementedError("a contiguous cache is not quantised; use kvjax.init, or leave scales out")
 
     def fetch(rows: Int32[Array, " tiles"], index: Int32[Array, ""]) -> tuple[Array, Array]:
         spans = layer * cache.rows + jnp.minimum(rows, cache.rows - 1)
@@ -127,15 +133,17 @@ def _(
 
         return block(cache.keys), block(cache.values)
 
-    return tiled_attention(
-        q,
-        grant,
+    tiling = make_tiling(grant, tile_size(grant.packed, grant.rows))
+    out = tiled_attention(
+        tiling.split(q),
+        tiling.tiles,
         fetch,
         block=BLOCK,
         kv_heads=cache.keys.shape[1],
-        value_dim=cache.values.shape[3],
-        scale=q.shape[-1] ** -0.5 if scale is None else scale,
+        attention=attention(cache.values.shape[3]),
+        sinks=sinks,
     )
+    return tiling.join(out)
 
 
 @paged.commit.register

@@ -13,6 +13,7 @@ import pytest
 
 import kvjax
 from kvjax import CacheSpec, GroupSpec, TensorSpec
+from kvjax.attention import Scales
 from pallas_kernels.hardware import H200, TPU_V6E
 from tests.cache_walk import DIM, KV_HEADS, LAYERS, Q_HEADS, ROWS, CacheWalk, K, Q, V
 from tests.cache_walk import make_cache as make_cache_with
@@ -183,12 +184,57 @@ def test_a_grant_kept_past_its_release_writes_nothing():
     chex.assert_trees_all_equal(after.pools, cache.pools)
 
 
-def test_quantised_pools_are_not_attended():
-    spec = CacheSpec.uniform(layers=1, kv_heads=KV_HEADS, head_dim=DIM, dtype="int8")
-    cache = kvjax.init(spec, rows=1, num_pages=4, page_size=4, max_context=8)
-    cache, grant = kvjax.reserve(cache, jnp.array([1], jnp.int32), max_tokens=1)
-    with pytest.raises(NotImplementedError, match="int8"):
-        kvjax.attend(cache, 0, grant, jnp.ones((1, Q_HEADS, DIM)))
+def attention_in_float64(q, k, v, scale, window=None, kept=0, soft_cap=None, sinks=None):
+    """The answer of the last query over one row's k and v, [positions, heads, dim] each."""
+    logits = scale * np.einsum("hgd,nhd->hgn", q.reshape(KV_HEADS, -1, DIM), k)
+    logits = logits if soft_cap is None else soft_cap * np.tanh(logits / soft_cap)
+    position = np.arange(len(k))
+    unseen = (position < len(k) - (window or len(k))) & (position >= kept)
+    weights = np.where(unseen, 0, np.exp(logits))
+    total = weights.sum(-1, keepdims=True) + (0 if sinks is None else np.exp(sinks).reshape(KV_HEADS, -1, 1))
+    return np.einsum("hgn,nhd->hgd", weights / total, v).reshape(Q_HEADS, DIM)
+
+
+@pytest.mark.parametrize("kind", ["paged", "contiguous", "int8"])
+@pytest.mark.parametrize(
+    "masks", [{}, {"window": 5}, {"window": 3, "kept": 2}, {"soft_cap": 0.5}, {"sinks": True, "window": 150}], ids=str
+)
+def test_attend_masks_caps_and_sinks_as_asked(kind, masks):
+    """Of a row of 140 tokens brought in two calls, every token is held to a float64 softmax."""
+    random = np.random.default_rng(1)
+    k, v = random.integers(-127, 128, (2, 140, KV_HEADS, DIM)) * 0.01
+    q = random.normal(size=(140, Q_HEADS, DIM))
+    options = {**masks, "sinks": random.normal(size=Q_HEADS)} if "sinks" in masks else masks
+    spec = CacheSpec.uniform(layers=1, kv_heads=KV_HEADS, head_dim=DIM, dtype="int8" if kind == "int8" else "float32")
+    if kind == "contiguous":
+        cache = kvjax.init_contiguous(spec, rows=2, max_context=150)
+    else:
+        cache = kvjax.init(spec, rows=2, num_pages=20, page_size=8, max_context=160)
+    scale = 0.01 if kind == "int8" else 1.0
+    scales = Scales(key=jnp.float32(scale), value=jnp.full(KV_HEADS, scale, jnp.float32)) if kind == "int8" else None
+    done = 0
+    for tokens in (137, 3):
+        part = slice(done, done + tokens)
+        stored = [np.rint(x[part] / scale) if kind == "int8" else x[part] for x in (k, v)]
+        cache, grant = kvjax.reserve(cache, jnp.array([tokens, 0], jnp.int32), max_tokens=tokens)
+        cache = kvjax.write(cache, 0, grant, k=jnp.asarray(stored[0]), v=jnp.asarray(stored[1]))
+        out = kvjax.attend(cache, 0, grant, jnp.asarray(q[part], jnp.float32), scale=0.3, scales=scales, **options)
+        cache = kvjax.commit(cache, grant.tokens)
+        for index in range(0, tokens, 1 if tokens < 10 else 17):
+            end = done + index + 1
+            expected = attention_in_float64(q[end - 1], k[:end], v[:end], 0.3, **options)
+            np.testing.assert_allclose(np.asarray(out)[index], expected, rtol=2e-5, atol=2e-6)
+        done += tokens
+
+
+def test_scales_belong_to_quantised_caches_and_only_to_them():
+    one = Scales(key=jnp.float32(1), value=jnp.float32(1))
+    for dtype, scales, message in (("int8", None, "int8 is read with scales"), ("float32", one, "leave them out")):
+        spec = CacheSpec.uniform(layers=1, kv_heads=KV_HEADS, head_dim=DIM, dtype=dtype)
+        cache = kvjax.init(spec, rows=1, num_pages=4, page_size=4, max_context=8)
+        cache, grant = kvjax.reserve(cache, jnp.array([1], jnp.int32), max_tokens=1)
+        with pytest.raises(ValueError, match=message):
+            kvjax.attend(cache, 0, grant, jnp.ones((1, Q_HEADS, DIM)), scales=scales)
 
 
 def test_an_overcommit_changes_nothing_and_leaves_a_fault():

@@ -1,29 +1,29 @@
 """Attention over a paged cache: one op, three backends.
 
-XLA runs anywhere; on TPU and GPU the Pallas kernels stream pages when a step brings about one token a row
-(packed ≤ rows), and XLA serves prefill.  All give the same result: the choice is one of speed.
+XLA runs anywhere; on TPU and GPU the Pallas kernels stream pages.  All take tiles of queries, so that decode, drafts,
+chunked prefill and a mixture of them are the same call; all give the same result: the choice is one of speed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Literal
 
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float, Int32
+from jaxtyping import Float, Float32, Int32
 
-from kvjax.attention.xla import tiled_attention
+from kvjax.attention import xla
+from kvjax.attention.tiles import make_tiling, tile_size
 from kvjax.grant import Grant
 from kvjax.layout import PoolLayout
-from kvjax.storage import Pool, gather_pages
+from kvjax.storage import Pool
+from pallas_kernels.arguments import QUANTISED_DTYPES, QUERY_DTYPES, Attention, Scales
 from pallas_kernels.hardware import GPUS, TPUS, GpuFacts, TpuFacts
 
 Backend = Literal["xla"] | TpuFacts | GpuFacts
 """Which code attends: plain XLA, or the kernels for the chip whose facts are given."""
-
-BLOCK_TOKENS = 128
-"""Positions the XLA path reads at a time, rounded to whole pages."""
 
 
 def paged_attention(
@@ -34,7 +34,9 @@ def paged_attention(
     pages: Int32[Array, "rows width"],
     page_offset: Int32[Array, ""] | int,
     *,
-    scale: float,
+    attention: Attention,
+    sinks: Float32[Array, " q_heads"] | None = None,
+    scales: Scales | None = None,
     backend: Backend,
 ) -> Float[Array, "packed q_heads value_dim"]:
     """Causal attention of every granted token over its row's pages; zeros for padding tokens.
@@ -46,45 +48,51 @@ def paged_attention(
       layout: where "k" and "v" stand in it.
       pages: the group's page table.
       page_offset: layer · num_pages, added to each page id.
-      scale: multiplies the logits.
+      attention: scale, window, soft cap.
+      sinks: a logit a query head that takes its share of the softmax and gives no value.
+      scales: what a quantised pool is multiplied by.
       backend: which code attends.
     """
-    lanes = {name: (start, end) for name, start, end in layout.slices}
-    if set(lanes) != {"k", "v"}:
-        raise NotImplementedError(f"attend needs a pool of k and v side by side, this one holds {sorted(lanes)}")
-    key_dim, value_dim = (end - start for start, end in (lanes["k"], lanes["v"]))
+    key_dim, _ = key_and_value_dims(layout)
     if q.shape[-1] != key_dim:
         raise ValueError(f"q has head dimension {q.shape[-1]}, the cache's keys have {key_dim}")
-    if pool.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+    if q.shape[1] % layout.heads:
+        raise ValueError(f"q_heads={q.shape[1]} must be a multiple of kv_heads={layout.heads}, whose keys it shares")
+    if pool.dtype.name not in (*QUERY_DTYPES, *QUANTISED_DTYPES):
         raise NotImplementedError(
-            f"attend does not dequantise yet: a cache of {pool.dtype} can be written, not attended"
+            f"a cache of {pool.dtype} can be written, not attended; make it of a float or of int8"
         )
-    if backend != "xla" and grant.packed <= grant.rows:
-        return _decode_kernel(backend)(
-            q,
-            pool,
-            pages,
-            grant.row,
-            grant.visible,
-            jnp.asarray(page_offset, jnp.int32),
-            value_dim=value_dim,
-            scale=scale,
-            facts=backend,
-        )
-
-    page_size = pool.shape[2]
-    count = max(1, BLOCK_TOKENS // page_size)
-    width = pages.shape[1]
-
-    def fetch(row: Int32[Array, " tiles"], index: Int32[Array, ""]) -> tuple[Array, Array]:
-        logical = index * count + jnp.arange(count, dtype=jnp.int32)
-        ids = pages.at[row[:, None], logical % width].get(mode="clip") + page_offset
-        block = gather_pages(pool, ids)
-        return block[..., slice(*lanes["k"])], block[..., slice(*lanes["v"])]
-
-    return tiled_attention(
-        q, grant, fetch, block=count * page_size, kv_heads=layout.heads, value_dim=value_dim, scale=scale
+    quantised = pool.dtype.name in QUANTISED_DTYPES
+    if quantised and scales is None:
+        raise ValueError(f"a cache of {pool.dtype} is read with scales; pass kvjax.attention.Scales")
+    if not quantised and scales is not None:
+        raise ValueError(f"a cache of {pool.dtype} has no scales; leave them out")
+    if backend == "xla":
+        size, attend = tile_size(grant.packed, grant.rows), xla.paged_attention
+    else:
+        size, attend = _kernel(backend, grant, q.shape[1] // layout.heads)
+        if not quantised:
+            q = q.astype(pool.dtype)
+    tiling = make_tiling(grant, size)
+    out = attend(
+        tiling.split(q),
+        pool,
+        pages,
+        tiling.tiles,
+        jnp.asarray(page_offset, jnp.int32),
+        attention=attention,
+        sinks=sinks,
+        scales=scales,
     )
+    return tiling.join(out)
+
+
+def key_and_value_dims(layout: PoolLayout) -> tuple[int, int]:
+    """The widths of "k" and "v" in a pool that holds them; NotImplementedError for any other pool."""
+    lanes = {name: end - start for name, start, end in layout.slices}
+    if set(lanes) != {"k", "v"}:
+        raise NotImplementedError(f"attend needs a pool of k and v side by side, this one holds {sorted(lanes)}")
+    return lanes["k"], lanes["v"]
 
 
 def choose_backend(platform: str, device_kind: str) -> Backend:
@@ -105,10 +113,12 @@ def choose_backend(platform: str, device_kind: str) -> Backend:
     )
 
 
-def _decode_kernel(backend: TpuFacts | GpuFacts) -> Callable[..., Array]:
+def _kernel(backend: TpuFacts | GpuFacts, grant: Grant, group: int) -> tuple[int, Callable[..., Array]]:
+    """Tokens a tile of queries, and the kernel."""
     # Imported when used: a backend's Pallas dialect is of no concern to the others.
     if isinstance(backend, TpuFacts):
-        from pallas_kernels.tpu.paged_decode import paged_decode
+        from pallas_kernels.tpu import paged_attention as kernel
     else:
-        from pallas_kernels.gpu.paged_decode import paged_decode  # type: ignore[no-redef,assignment]
-    return paged_decode
+        from pallas_kernels.gpu import paged_attention as kernel  # type: ignore[no-redef]
+    size = tile_size(grant.packed, grant.rows, max(1, kernel.TILE_LINES // group))
+    return size, partial(kernel.paged_attention, facts=backend)

@@ -10,25 +10,25 @@ from jaxtyping import Array, Float, Int32
 
 from kvjax.grant import Grant
 from kvjax.packing import pack_rows
+from pallas_kernels.arguments import Tiles
+
+MAX_TILE = 32
+"""Most queries a tile in plain XLA: a row's keys are read once for this many."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True)
-class Tiles:
-    """Tiles of up to `size` consecutive packed tokens of one row.
+class Tiling:
+    """A packed batch in tiles of up to `size` consecutive tokens of one row, and the way there and back.
 
     Attributes:
-      row: the row of each tile; `rows` (out of range) in padding.
+      tiles: whose queries they are and what they see; the row is out of range in padding.
       source: packed index of each tile's queries; the packed length (out of range) where there is none.
-      visible: positions each query attends to; 0 where there is no query.
-      context: one past the last position that any query of the tile's row may read.
       target: for each packed token, its place in the tiles flattened to one axis.
     """
 
-    row: Int32[Array, " tiles"]
+    tiles: Tiles
     source: Int32[Array, "tiles size"]
-    visible: Int32[Array, "tiles size"]
-    context: Int32[Array, " tiles"]
     target: Int32[Array, " packed"]
 
     def split(self, packed: Float[Array, "packed heads dim"]) -> Float[Array, "tiles size heads dim"]:
@@ -41,7 +41,7 @@ class Tiles:
         return flat.at[self.target].get(mode="fill", fill_value=0)
 
 
-def make_tiles(grant: Grant, size: int) -> Tiles:
+def make_tiling(grant: Grant, size: int) -> Tiling:
     """Tiles of `size` queries; at most packed // size + min(rows, packed) of them.
 
     Size 1 is decode: one tile a token.
@@ -56,10 +56,15 @@ def make_tiles(grant: Grant, size: int) -> Tiles:
     first_tile = jnp.cumsum(counts) - counts
     inside = jnp.arange(packed, dtype=jnp.int32) - grant.offset.at[grant.row].get(mode="clip")
     target = (first_tile.at[grant.row].get(mode="clip") + inside // size) * size + inside % size
-    return Tiles(
-        row=row,
+    visible = grant.visible.at[source].get(mode="fill", fill_value=0)
+    tiles = Tiles(row=row, queries=jnp.sum(visible > 0, axis=1, dtype=jnp.int32), context=visible.max(axis=1))
+    return Tiling(
+        tiles=tiles,
         source=source,
-        visible=grant.visible.at[source].get(mode="fill", fill_value=0),
-        context=grant.context.at[row].get(mode="fill", fill_value=0),
         target=jnp.where(grant.row < rows, target, number * size),
     )
+
+
+def tile_size(packed: int, rows: int, most: int = MAX_TILE) -> int:
+    """Queries a tile: a power of two near the tokens a row brings, so that few places of a tile stay empty."""
+    return 1 if packed <= rows else min(1 << most.bit_length() - 1, 1 << (packed // rows).bit_length() - 1)

@@ -1,100 +1,63 @@
-"""Attention in plain XLA: what CPU users run, and prefill on every backend for now.
-
-Online softmax over blocks of keys (FlashAttention, Dao et al. 2022, §3.1), read up to the longest context in the batch
-and not up to the width of any table.  Where the keys come from is the caller's: a `fetch` of one block for all tiles.
-"""
+"""Paged attention in plain XLA: what CPU users run, with the arguments of the kernels and under their contract."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import jax.numpy as jnp
-from jax import lax
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Float, Float32, Int32, Shaped
 
-from kvjax.attention.tiles import make_tiles
-from kvjax.grant import Grant
+from kvjax.attention.tiled import tiled_attention
+from kvjax.storage import gather_pages
+from pallas_kernels.arguments import Attention, Scales, Tiles
 
-MAX_TILE = 32
-"""Most queries a tile: a row's keys are read once for this many."""
-
-Fetch = Callable[
-    [Int32[Array, " tiles"], Int32[Array, ""]],
-    tuple[Float[Array, "tiles kv_heads block key_dim"], Float[Array, "tiles kv_heads block value_dim"]],
-]
-"""fetch(row of each tile, block index) → K and V of positions [index · block, (index + 1) · block) of those rows."""
+BLOCK_TOKENS = 128
+"""Positions read at a time, rounded to whole pages."""
 
 
-def tiled_attention(
-    q: Float[Array, "packed q_heads key_dim"],
-    grant: Grant,
-    fetch: Fetch,
+def paged_attention(
+    q: Float[Array, "tiles tokens q_heads key_dim"],
+    pool: Shaped[Array, "total_pages kv_heads page_size lanes"],
+    pages: Int32[Array, "rows width"],
+    tiles: Tiles,
+    page_offset: Int32[Array, ""],
     *,
-    block: int,
-    kv_heads: int,
-    value_dim: int,
-    scale: float,
-) -> Float[Array, "packed q_heads value_dim"]:
-    """Causal attention of every granted token over its row's keys; zeros for padding tokens.
+    attention: Attention,
+    sinks: Float32[Array, " q_heads"] | None = None,
+    scales: Scales | None = None,
+) -> Float[Array, "tiles tokens q_heads value_dim"]:
+    """As `pallas_kernels.reference.paged_attention`, for any shape and dtype; memory does not grow with the context.
 
-    Softmax and accumulation in float32, products in full precision, weights in the dtype of the values; the result has
-    q's dtype.  What lies past a row's context is never used: logits and values are both masked, so the memory may hold
-    NaN.
-
-    Cost: tiles × ceil(longest context / block) block products; temporaries O(tiles · block), not O(context).
+    Quantised keys and values are multiplied by their scales in float32.
     """
-    tiles = make_tiles(grant, tile_size(grant.packed, grant.rows))
-    number, size = tiles.source.shape
-    q_heads = q.shape[1]
-    if q_heads % kv_heads:
-        raise ValueError(f"{q_heads=} must be a multiple of {kv_heads=}; a group of queries shares one KV head")
-    group = q_heads // kv_heads
-    queries = tiles.split(q).reshape(number, size, kv_heads, group, -1).transpose(0, 2, 3, 1, 4)
-    queries = queries.reshape(number, kv_heads, group * size, -1)
-    visible = jnp.tile(tiles.visible, (1, group))[:, None, :]  # [tiles, 1, group · size]
+    _, kv_heads, page_size, _ = pool.shape
+    key_dim, value_dim, width = q.shape[-1], attention.value_dim, pages.shape[1]
+    count = max(1, BLOCK_TOKENS // page_size)
 
-    def step(index: Int32[Array, ""], carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        highest, total, out = carry
-        k, v = fetch(tiles.row, index)
-        logits = _product("nkqd,nkbd->nkqb", queries, k) * scale
-        logits = jnp.where(within_block(visible, index, block), logits, -jnp.inf)
-        new_highest = jnp.maximum(highest, logits.max(-1))
-        # A query that has seen nothing yet keeps −∞; subtracting it from itself would give NaN.
-        base = jnp.where(jnp.isneginf(new_highest), 0, new_highest)
-        weight = jnp.exp(logits - base[..., None])
-        decay = jnp.exp(highest - base)
-        v = written_values(v, within_block(tiles.context, index, block))
-        out = out * decay[..., None] + _product("nkqb,nkbd->nkqd", weight.astype(v.dtype), v)
-        return new_highest, total * decay + weight.sum(-1), out
+    def fetch(row: Int32[Array, " tiles"], index: Int32[Array, ""]) -> tuple[Array, Array]:
+        logical = index * count + jnp.arange(count, dtype=jnp.int32)
+        ids = pages.at[row[:, None], logical % width].get(mode="clip") + page_offset
+        block = gather_pages(pool, ids)
+        keys, values = block[..., :key_dim], block[..., key_dim : key_dim + value_dim]
+        if scales is None:
+            return keys, values
+        page_shape = kv_heads, page_size
+        return _scaled(keys, scales.key, ids, page_shape), _scaled(values, scales.value, ids, page_shape)
 
-    shape = (number, kv_heads, group * size)
-    start = (jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros((*shape, value_dim)))
-    blocks = -(-jnp.max(tiles.context, initial=0) // block)
-    _, total, out = lax.fori_loop(0, blocks, step, start)
-    out = out / jnp.where(total == 0, 1, total)[..., None]
-    out = out.reshape(number, kv_heads, group, size, value_dim).transpose(0, 3, 1, 2, 4)
-    return tiles.join(out.reshape(number, size, q_heads, value_dim).astype(q.dtype))
+    return tiled_attention(
+        q, tiles, fetch, block=count * page_size, kv_heads=kv_heads, attention=attention, sinks=sinks
+    )
 
 
-def tile_size(packed: int, rows: int) -> int:
-    """Queries a tile: a power of two near the tokens a row brings, so that few places of a tile stay empty."""
-    return 1 if packed <= rows else min(MAX_TILE, 1 << (packed // rows).bit_length() - 1)
-
-
-def within_block(end: Int32[Array, "*shape"], index: Int32[Array, ""], block: int) -> Bool[Array, "*shape {block}"]:
-    """Which positions of block `index` stand before `end`.
-
-    Counted from the block's beginning: the last block may reach past 2³¹ − 1, where a position would turn negative.
-    """
-    return jnp.arange(block, dtype=jnp.int32) < (end - index * block)[..., None]
-
-
-def written_values(
-    v: Float[Array, "tiles kv_heads block value_dim"], written: Bool[Array, "tiles block"]
-) -> Float[Array, "tiles kv_heads block value_dim"]:
-    """Values with zeros past the context: a weight of zero does not undo a NaN."""
-    return jnp.where(written[:, None, :, None], v, 0)
-
-
-def _product(equation: str, left: Array, right: Array) -> Array:
-    return jnp.einsum(equation, left, right, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+def _scaled(
+    block: Shaped[Array, "tiles kv_heads positions dim"],
+    scale: Float32[Array, "*shape"],
+    ids: Int32[Array, "tiles count"],
+    page_shape: tuple[int, int],
+) -> Float32[Array, "tiles kv_heads positions dim"]:
+    """What the codes in a block of pages stand for."""
+    if scale.ndim == 2:
+        kv_heads, page_size = page_shape
+        of_pages = scale[:, : kv_heads * page_size].reshape(-1, kv_heads, page_size, 1)
+        of_slots = gather_pages(of_pages, ids)
+    else:
+        of_slots = scale.reshape(-1, 1, 1)
+    return block.astype(jnp.float32) * of_slots

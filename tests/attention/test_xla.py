@@ -9,12 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvjax.attention import xla
 from kvjax.attention.paged import choose_backend, paged_attention
-from kvjax.attention.xla import MAX_TILE, tile_size, within_block
+from kvjax.attention.tiled import within_block
+from kvjax.attention.tiles import MAX_TILE, tile_size
 from kvjax.grant import make_grant
 from kvjax.layout import canonical_layout
 from kvjax.spec import CacheSpec
+from pallas_kernels.arguments import Attention
 from pallas_kernels.hardware import H200, TPU_V6E
+from tests.kernels import contract
 
 BOUND = {"float32": 1e-5, "bfloat16": 5e-3}
 
@@ -62,7 +66,7 @@ def problem(q_heads, kv_heads, key_dim, value_dim, page_size, dtype, lengths, to
             expected[index] = np.einsum("hgn,nhd->hgd", weight, v).reshape(q_heads, value_dim)
     spec = CacheSpec.uniform(layers=layers, kv_heads=kv_heads, head_dim=key_dim, value_dim=value_dim, dtype=dtype)
     layout = canonical_layout(spec.groups[0], page_size).pools[0]
-    call = partial(paged_attention, layout=layout, scale=key_dim**-0.5, backend="xla")
+    call = partial(paged_attention, layout=layout, attention=Attention(value_dim, key_dim**-0.5), backend="xla")
     arguments = {"grant": grant, "pages": jnp.asarray(pages), "page_offset": jnp.int32(layer * num_pages)}
     return jax.jit(call), (round_trip(q), round_trip(pool)), arguments, expected
 
@@ -100,7 +104,7 @@ def test_the_last_block_of_the_longest_context_has_no_position_past_it(block):
     ends = np.array([longest, longest - 1, longest // block * block, 1, 0])
     for index in (longest // block, longest // block - 1, 0):
         expected = index * block + np.arange(block) < ends[:, None]
-        found = within_block(jnp.asarray(ends, jnp.int32), jnp.int32(index), block)
+        found = within_block(jnp.zeros(len(ends), jnp.int32), jnp.asarray(ends, jnp.int32), jnp.int32(index), block)
         np.testing.assert_array_equal(found, expected)
 
 
@@ -110,3 +114,8 @@ def test_backend_is_chosen_by_device_and_never_silently():
     assert choose_backend("gpu", "NVIDIA H200") == H200
     with pytest.raises(NotImplementedError, match='backend="xla"'):
         choose_backend("gpu", "NVIDIA V100")
+
+
+@pytest.mark.parametrize("case", contract.CASES, ids=str)
+def test_xla_keeps_the_contract_of_the_kernels(case):
+    contract.run(jax.jit(xla.paged_attention, static_argnames="attention"), case)
