@@ -15,6 +15,7 @@ from jax import Array
 from jaxtyping import Float, Float32, Int32
 
 from kvjax.attention import xla
+from kvjax.attention.checks import check_if_asked
 from kvjax.attention.tiles import make_tiling, tile_size
 from kvjax.grant import Grant
 from kvjax.layout import PoolLayout
@@ -74,12 +75,15 @@ def paged_attention(
         if not quantised:
             q = q.astype(pool.dtype)
     tiling = make_tiling(grant, size)
+    page_offset = jnp.asarray(page_offset, jnp.int32)
+    total_pages, _, page_size, _ = pool.shape
+    check_if_asked(pages, tiling.tiles, page_offset, total_pages=total_pages, page_size=page_size, attention=attention)
     out = attend(
         tiling.split(q),
         pool,
         pages,
         tiling.tiles,
-        jnp.asarray(page_offset, jnp.int32),
+        page_offset,
         attention=attention,
         sinks=sinks,
         scales=scales,
