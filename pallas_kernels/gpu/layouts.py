@@ -12,14 +12,16 @@ MATRIX = plgpu.Layout.WGMMA
 PER_ROW = plgpu.Layout.WGMMA.reduce(1)
 PER_COLUMN = plgpu.Layout.WGMMA.reduce(0)
 
-SWIZZLE_BYTES = 128
-
 
 def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Shared memory in swizzled tiles of 8 rows of 128 bytes: what matrix instructions take, free of bank conflicts."""
-    tile = plgpu.TilingTransform((8, SWIZZLE_BYTES // jnp.dtype(dtype).itemsize))  # type: ignore[abstract]
-    swizzle = plgpu.SwizzleTransform(SWIZZLE_BYTES)  # type: ignore[abstract]
-    return plgpu.SMEM(shape, dtype, transforms=(tile, swizzle))
+    """Shared memory in swizzled tiles of 8 rows: what matrix instructions take, and free of bank conflicts.
+
+    Tiles are 128 bytes wide, or the next power of two that divides a row.
+    """
+    row_bytes = shape[-1] * jnp.dtype(dtype).itemsize
+    swizzle = next(width for width in (128, 64, 32) if row_bytes % width == 0)
+    tile = plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize))  # type: ignore[abstract]
+    return plgpu.SMEM(shape, dtype, transforms=(tile, plgpu.SwizzleTransform(swizzle)))  # type: ignore[abstract]
 
 
 def filled(value: float, shape: tuple[int, ...], layout: Any) -> Array:
@@ -30,3 +32,10 @@ def filled(value: float, shape: tuple[int, ...], layout: Any) -> Array:
 def along_rows(per_row: Float[Array, " rows"], like: Float[Array, "rows columns"]) -> Float[Array, "rows columns"]:
     """Each row's number, in every column."""
     return lax.broadcast_in_dim(per_row, like.shape, (0,))
+
+
+def along_columns(
+    per_column: Float[Array, " columns"], like: Float[Array, "rows columns"]
+) -> Float[Array, "rows columns"]:
+    """Each column's number, in every row."""
+    return lax.broadcast_in_dim(per_column, like.shape, (1,))

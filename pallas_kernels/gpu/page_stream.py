@@ -1,8 +1,8 @@
-"""Streams the pages of one query from GPU memory through a ring of shared-memory buffers.
+"""Brings keys and values from their pages in GPU memory to rings in shared memory, by bulk asynchronous copies.
 
-The unit is a block of BLOCK consecutive tokens of one KV head, K and V together, brought by bulk asynchronous copies:
-one for each page in it, or for the part of a page when pages are longer. All buffers are on their way before the first
-is used, and a buffer is sent for again as soon as it has been used.
+The unit is a block of BLOCK consecutive tokens of one KV head. Keys and values have a ring each, so that the keys of the
+next block are sent for while the values of this one are still in use. One warpgroup sends (`send`), another computes
+(`keys`, `values`, and the releases); they meet at the rings' barriers only.
 """
 
 from collections.abc import Callable
@@ -15,112 +15,134 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gpu.layouts import tiled
-
-BLOCK = 64  # tokens of one step: what one warpgroup's matrix instruction takes as rows
+from pallas_kernels.gpu.schedule import BLOCK
 
 Ref = Any  # a Pallas reference
 Scalar = Any  # a traced int32, or an int
 
 
 @dataclass(frozen=True)
-class PageStream:
-    """The blocks [first, end) of a query's context. Call `open` once, then `fold`.
+class Ring:
+    """Buffers of blocks, each filled by one warpgroup and used by another, in turn."""
 
-    A context is shared out between `splits` streams in whole blocks; the last ones may have none.
-    """
-
-    pool: Ref  # GMEM [total_pages, kv_heads, page_size, lanes]
-    pages: Ref  # GMEM Int32[rows, width]
-    kv_head: Scalar
-    row: Scalar
-    context: Scalar
-    page_offset: Scalar
-    split: Scalar
-    splits: int
-    # What `scratch` asks for, in its order:
-    ring: Ref
+    slots: Ref  # SMEM [buffers, BLOCK, dim]
+    scales: tuple[Ref, ...]  # SMEM Float32[buffers, BLOCK], if there is a scale for every token
     arrived: Ref
+    released: Ref
 
     @staticmethod
-    def scratch(buffers: int, page_size: int, lanes: int, dtype: jnp.dtype) -> list[Any]:
-        """The scratch memory of a stream with a ring of `buffers` blocks [BLOCK, lanes]."""
+    def scratch(buffers: int, dim: int, dtype: jnp.dtype, page_size: int, has_scales: bool) -> tuple[Any, ...]:
         copies = BLOCK // min(page_size, BLOCK)
-        return [tiled((buffers, BLOCK, lanes), dtype), plgpu.Barrier(num_arrivals=copies, num_barriers=buffers)]
+        eight_bit = jnp.dtype(dtype).itemsize == 1  # never an operand of a matrix instruction: any layout will do
+        slots = plgpu.SMEM((buffers, BLOCK, dim), dtype) if eight_bit else tiled((buffers, BLOCK, dim), dtype)
+        return (
+            slots,
+            (plgpu.SMEM((buffers, BLOCK), jnp.float32),) if has_scales else (),
+            plgpu.Barrier(num_arrivals=copies * (1 + has_scales), num_barriers=buffers),
+            plgpu.Barrier(num_barriers=buffers),
+        )
 
     @property
     def buffers(self) -> int:
-        return self.ring.shape[0]
+        return self.slots.shape[0]
 
-    @property
-    def first(self) -> Scalar:
-        return self.split * self._share
+    def await_room(self, turn: Scalar) -> int:
+        """The buffer of a turn, once what was in it has been used."""
+        buffer = lax.rem(turn, self.buffers)
 
-    @property
-    def end(self) -> Scalar:
-        return jnp.minimum(self.first + self._share, self._blocks)
+        @pl.when(turn >= self.buffers)
+        def wait():
+            plgpu.barrier_wait(self.released.at[buffer])
 
-    def open(self) -> None:
-        """Sends for the first blocks, as many as there are buffers. All page ids are read before any is waited for."""
-        ahead = [self._page_ids(self.first + buffer) for buffer in range(self.buffers)]
-        for buffer, page_ids in enumerate(ahead):
-            self._send(self.first + buffer, buffer, page_ids)
+        return buffer
 
-    def fold(self, step: Callable[[Scalar, Ref, Any], Any], state: Any) -> Any:
-        """Folds `step(block, buffer, state) -> state` over the blocks; the buffer is step's until it returns.
+    def take(self, turn: Scalar) -> Scalar:
+        """The buffer of a turn, once it is full; its tokens past the context hold anything."""
+        buffer = lax.rem(turn, self.buffers)
+        plgpu.barrier_wait(self.arrived.at[buffer])
+        return buffer
 
-        A buffer is [BLOCK, lanes]; its tokens at or past the context hold anything. A step that reads or writes it
-        otherwise than by matrix instructions calls `plgpu.commit_smem()` when it has.
-        """
+    def release(self, buffer: Scalar) -> None:
+        """Lets a buffer be filled again: everything in it has been read."""
+        plgpu.barrier_arrive(self.released.at[buffer])
 
-        def take(block, state):
-            # Read now, used after the step, whose arithmetic hides the latency.
-            page_ids = self._page_ids(block + self.buffers)
-            buffer = lax.rem(block - self.first, self.buffers)
-            plgpu.barrier_wait(self.arrived.at[buffer])
-            state = step(block, self.ring.at[buffer], state)
-            self._send(block + self.buffers, buffer, page_ids)
-            return state
 
-        return lax.fori_loop(self.first, self.end, take, state)
+@dataclass(frozen=True)
+class PageStream:
+    """Where the blocks of one item come from."""
 
-    @property
-    def _blocks(self) -> Scalar:
-        return pl.cdiv(self.context, BLOCK)
+    pool: Ref  # GMEM [total_pages, kv_heads, page_size, lanes]
+    scales: tuple[Ref, ...]  # GMEM Float32[total_pages, scale_lanes] of the rings that have them
+    pages: Ref  # GMEM Int32[rows, width]
+    page_offset: Scalar
+    row: Scalar
+    kv_head: Scalar
+    context: Scalar
 
-    @property
-    def _share(self) -> Scalar:
-        return pl.cdiv(self._blocks, self.splits)
+    def page_ids(self, block: Scalar) -> list[Scalar]:
+        """The physical page under each copy of a block. Past the context it is that of the last page."""
+        page_size = self.pool.shape[2]
+        last = lax.div(self.context - 1, page_size)
+        columns = [jnp.minimum(lax.div(token, page_size), last) for token in self._tokens(block)]
+        return [self.pages[self.row, column] + self.page_offset for column in columns]
 
-    def _chunks(self, block: Scalar) -> list[Scalar]:
-        """Where in the context each copy of a block begins."""
+    def send(
+        self, ring: Ring, scales: Ref | None, turn: Scalar, block: Scalar, page_ids: list[Scalar], first_lane: int
+    ) -> None:
+        """Starts the copies of a block, from lane `first_lane` of each slot on, once the ring has room."""
+        page_size = self.pool.shape[2]
+        tokens, dim = min(page_size, BLOCK), ring.slots.shape[2]
+        buffer = ring.await_room(turn)
+        for index, (token, page) in enumerate(zip(self._tokens(block), page_ids, strict=True)):
+            of_page, of_block = lax.rem(token, page_size), pl.ds(index * tokens, tokens)
+            plgpu.copy_gmem_to_smem(
+                self.pool.at[page, self.kv_head, pl.ds(of_page, tokens), pl.ds(first_lane, dim)],
+                ring.slots.at[buffer, of_block],
+                ring.arrived.at[buffer],
+            )
+            if scales is not None:
+                plgpu.copy_gmem_to_smem(
+                    scales.at[page, pl.ds(self.kv_head * page_size + of_page, tokens)],
+                    ring.scales[0].at[buffer, of_block],
+                    ring.arrived.at[buffer],
+                )
+
+    def _tokens(self, block: Scalar) -> list[Scalar]:
+        """Where in the row each copy of a block begins."""
         tokens = min(self.pool.shape[2], BLOCK)
         return [block * BLOCK + start for start in range(0, BLOCK, tokens)]
 
-    def _page_ids(self, block: Scalar) -> list[Scalar]:
-        """The physical page under each copy of a block. Past the context it is that of the last mapped page."""
-        rows, _ = self.pages.shape
-        page_size = self.pool.shape[2]
-        # Also for an empty query, whose row may be out of range, some entry of the table is read, and not used.
-        row = jnp.minimum(self.row, rows - 1)
-        last = lax.div(jnp.maximum(self.context - 1, 0), page_size)
-        columns = [jnp.minimum(lax.div(token, page_size), last) for token in self._chunks(block)]
-        return [self.pages[row, column] + self.page_offset for column in columns]
 
-    def _send(self, block: Scalar, buffer: Scalar, page_ids: list[Scalar]) -> None:
-        """Starts the copies of a block, if it is one of this stream's."""
-        page_size = self.pool.shape[2]
-        tokens = min(page_size, BLOCK)
+@dataclass(frozen=True)
+class Worker:
+    """The share of one thread block: both of its warpgroups walk through it alike."""
 
-        @pl.when(block < self.end)
-        def start():
-            for index, (token, page) in enumerate(zip(self._chunks(block), page_ids, strict=True)):
-                plgpu.copy_gmem_to_smem(
-                    self.pool.at[page, self.kv_head, pl.ds(lax.rem(token, page_size), tokens)],
-                    self.ring.at[buffer, pl.ds(index * tokens, tokens)],
-                    self.arrived.at[buffer],
-                )
+    shares: Ref  # GMEM Int32[workers, 4]
+    units: Ref  # GMEM Int32[tiles], and so are the next three
+    before: Ref
+    kept: Ref
+    skipped: Ref
+    index: Scalar
+    items_per_tile: int
 
+    def walk(self, of_item: Callable[..., Any], state: Any) -> Any:
+        """Folds `of_item(tile, within, piece, turn, units, block_of, state) -> state` over the items of the share.
 
-def visible(block: Scalar, context: Scalar, shape: tuple[int, ...], axis: int, layout: Any) -> Any:
-    """Bool[shape]: whether the tokens of a block, laid along `axis`, are in the context."""
-    return block * BLOCK + plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout) < context
+        `within` is the item's number in its tile, `turn` counts the worker's units before it, `units` is [first, end)
+        of the item's units, and `block_of` makes a unit a block.
+        """
+        start, stop = self.shares[self.index, 0], self.shares[self.index, 1]
+
+        def visit(item: Scalar, state: Any) -> Any:
+            tile, within = lax.div(item, self.items_per_tile), lax.rem(item, self.items_per_tile)
+            units, kept, skipped = self.units[tile], self.kept[tile], self.skipped[tile]
+            begin = self.before[tile] + within * units
+            first, end = jnp.maximum(start - begin, 0), jnp.minimum(stop - begin, units)
+
+            def block_of(unit: Scalar) -> Scalar:
+                return jnp.where(unit < kept, unit, unit + skipped)
+
+            turn = begin + first - start
+            return of_item(tile, within, item + self.index, turn, (first, end), block_of, state)
+
+        return lax.fori_loop(self.shares[self.index, 2], self.shares[self.index, 3], visit, state)

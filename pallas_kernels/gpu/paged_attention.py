@@ -1,0 +1,341 @@
+"""Paged attention for Hopper GPUs (Pallas Mosaic GPU): tiles of queries over keys and values in pages.
+
+Pages as in Kwon et al. 2023 (arXiv:2309.06180), a running softmax as in Dao et al. 2022 (arXiv:2205.14135), one
+warpgroup that copies and one that computes as in Shah et al. 2024 (FlashAttention-3, arXiv:2407.08608, §3.1).
+`schedule` shares the work and merges the pieces, `page_stream` brings the blocks, `tensor_core` and `cuda_core` compute,
+`block_rule` chooses the sizes; this file puts them together.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Float32, Int32, Shaped
+
+from pallas_kernels.arguments import Attention, Scales, Tiles, check_arguments
+from pallas_kernels.gpu.block_rule import choose_blocks
+from pallas_kernels.gpu.cuda_core import CudaCore
+from pallas_kernels.gpu.layouts import PER_ROW
+from pallas_kernels.gpu.masks import Mask
+from pallas_kernels.gpu.page_stream import PageStream, Ref, Ring, Worker
+from pallas_kernels.gpu.schedule import BLOCK, make_schedule, merge
+from pallas_kernels.gpu.tensor_core import PADDING, TILE, TensorCore
+from pallas_kernels.hardware import GpuFacts
+
+HOPPER = (9, 0)
+TILE_LINES = 64  # query lines of one KV head that a tile had better not exceed: the rows of a matrix instruction
+PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 208  # a thread; the producer only counts and starts copies
+
+
+def paged_attention(
+    q: Float[Array, "tiles tokens q_heads key_dim"],
+    pool: Shaped[Array, "total_pages kv_heads page_size lanes"],
+    pages: Int32[Array, "rows width"],
+    tiles: Tiles,
+    page_offset: Int32[Array, ""],
+    *,
+    attention: Attention,
+    sinks: Float32[Array, " q_heads"] | None = None,
+    scales: Scales | None = None,
+    facts: GpuFacts,
+    workers: int | None = None,
+    interpret: plgpu.InterpretGPUParams | None = None,
+) -> Float[Array, "tiles tokens q_heads value_dim"]:
+    """Causal attention of tiles of queries over the pages of their rows, as `pallas_kernels.reference` defines it.
+
+    Args:
+      q: bfloat16, float16 or float32. Query head h reads KV head h // (q_heads / kv_heads). Places without a query may
+        hold anything.
+      pool: the pages of all layers, in the dtype of q, or quantised: float8_e4m3fn, float8_e5m2, int8. A slot holds
+        its key in lanes [0, key_dim) and its value in lanes [key_dim, key_dim + value_dim), and nothing else.
+      pages: the page of each row's logical pages, before `page_offset` is added. Entries of pages that no query sees
+        may hold any number; any other is trusted to be in the pool. It stays in GPU memory.
+      tiles: whose queries they are, and what they see.
+      page_offset: layer × pages per layer.
+      attention: scale, window, soft cap.
+      sinks: a logit a query head that takes its share of the softmax and gives no value.
+      scales: what quantised keys and values are multiplied by.
+      facts: the GPU that the kernel is compiled for.
+      workers: thread blocks that share the work; None chooses by `block_rule`.
+      interpret: as in `plgpu.kernel`: its parameters to run without a GPU, None to run on one.
+
+    Softmax statistics are float32, and so are partial results. bfloat16 and float16 products accumulate in float32 on
+    the tensor cores; float32 products stay off them and are exact to float32. Quantised keys and values are exact in
+    the dtype of q. Cost: each tile reads the pages that its queries see once a KV head for each 64 query lines, in
+    float32 once a query line (the copies that follow the first mostly hit the L2 cache), and computes whole blocks of
+    64 tokens. Beside the result, twice its size and a piece more for each worker, in float32, of temporaries.
+
+    Raises ValueError for shapes, dtypes and sizes that the kernel does not take, NotImplementedError for a GPU that is
+    not a Hopper.
+    """
+    if facts.compute_capability != HOPPER:
+        raise NotImplementedError(
+            f"{facts.name} has {facts.compute_capability=}; this kernel is for Hopper {HOPPER}: use the XLA path"
+        )
+    check_arguments(q, pool, pages, tiles, attention=attention, sinks=sinks, scales=scales, lane_multiple=1)
+    if workers is not None and workers < 1:
+        raise ValueError(f"{workers=}; choose at least 1, or None")
+    number, tokens, q_heads, key_dim = q.shape
+    _, kv_heads, page_size, _ = pool.shape
+    exact = q.dtype == jnp.float32
+    query_lines = Lines(tokens, q_heads, kv_heads, exact)
+    most_units = number * query_lines.items * (-(-pages.shape[1] * page_size // BLOCK))
+    if most_units >= 2**31:
+        raise ValueError(f"{most_units=} blocks for {q.shape=}, {pages.shape=}; split the tiles over several calls")
+
+    scale_pools, key_scale, value_scale = _sort_scales(scales, kv_heads)
+    blocks = choose_blocks(key_dim, attention.value_dim, q.dtype, pool.dtype, len(scale_pools), facts)
+    workers = workers or blocks.per_multiprocessor * facts.multiprocessors
+    schedule = make_schedule(tiles, attention, query_lines.items, workers)
+    rows = jnp.minimum(tiles.row, pages.shape[0] - 1)  # read, though not used, for tiles without queries too
+    items = number * query_lines.items
+    pieces, logs = _call(
+        (query_lines.of(q), query_lines.ends(tiles), pool, scale_pools, pages),
+        (rows, tiles.queries, tiles.context, jnp.reshape(page_offset, 1), key_scale, value_scale),
+        (schedule.shares, schedule.units, schedule.before, schedule.kept, schedule.skipped),
+        query_lines=query_lines,
+        attention=attention,
+        pieces=items + workers,
+        buffers=blocks.buffers,
+        per_token=tuple(scales is not None and scale.ndim == 2 for scale in (scales.key, scales.value))
+        if scales
+        else (False, False),
+        interpret=interpret,
+    )
+    out, log_total = merge(pieces, logs, schedule, items)
+    out, log_total = query_lines.undo(out, number), query_lines.undo(log_total[..., None], number)
+    seen = ~jnp.isneginf(log_total)
+    if sinks is not None:
+        out /= 1 + jnp.exp2(jnp.log2(jnp.e) * sinks[:, None] - jnp.where(seen, log_total, 0))
+    return jnp.where(seen, out, 0).astype(q.dtype)
+
+
+class Lines:
+    """How the query lines of a tile are dealt out to items: the places and query heads that read one KV head.
+
+    Attributes:
+      items: of a tile.
+      count: lines of an item, padding included.
+    """
+
+    def __init__(self, tokens: int, q_heads: int, kv_heads: int, exact: bool):
+        self.tokens, self.q_heads, self.kv_heads = tokens, q_heads, kv_heads
+        self.group = q_heads // kv_heads
+        lines = tokens * self.group
+        self.count = 1 if exact else min(-(-lines // PADDING) * PADDING, TILE)
+        self.chunks = -(-lines // self.count)
+        self.items = kv_heads * self.chunks
+        self.padding = self.chunks * self.count - lines
+
+    def of(self, q: Float[Array, "tiles tokens q_heads dim"]) -> Float[Array, "tiles items lines dim"]:
+        """The lines of each item; zeros in padding."""
+        number, _, _, dim = q.shape
+        lines = q.reshape(number, self.tokens, self.kv_heads, self.group, dim).swapaxes(1, 2)
+        lines = lines.reshape(number, self.kv_heads, self.tokens * self.group, dim)
+        lines = jnp.pad(lines, ((0, 0), (0, 0), (0, self.padding), (0, 0)))
+        return lines.reshape(number, self.items, self.count, dim)
+
+    def undo(self, out: Float32[Array, "items lines dim"], number: int) -> Float32[Array, "tiles tokens q_heads dim"]:
+        """The inverse of `of`."""
+        dim = out.shape[-1]
+        lines = out.reshape(number, self.kv_heads, self.chunks * self.count, dim)
+        lines = lines[:, :, : self.tokens * self.group]
+        lines = lines.reshape(number, self.kv_heads, self.tokens, self.group, dim).swapaxes(1, 2)
+        return lines.reshape(number, self.tokens, self.q_heads, dim)
+
+    def ends(self, tiles: Tiles) -> Int32[Array, "tiles chunks TILE"]:
+        """One past the last position that each line of each chunk sees; 0 for lines without a query."""
+        place = jnp.arange(self.chunks * self.count, dtype=jnp.int32) // self.group
+        queries, context = tiles.queries[:, None], tiles.context[:, None]
+        ends = jnp.where(place < queries, jnp.maximum(context - queries + 1 + place, 0), 0)
+        ends = ends.reshape(-1, self.chunks, self.count)
+        return jnp.pad(ends, ((0, 0), (0, 0), (0, TILE - self.count)))
+
+
+def _sort_scales(
+    scales: Scales | None, kv_heads: int
+) -> tuple[tuple[Float32[Array, "total_pages scale_lanes"], ...], Float32[Array, " kv_heads"], Float32[Array, " kv_heads"]]:
+    """The pools of scales per token, and what remains for each head, of keys and of values."""
+    both = (scales.key, scales.value) if scales else (jnp.float32(1), jnp.float32(1))
+    per_token = tuple(scale for scale in both if scale.ndim == 2)
+    key, value = (jnp.broadcast_to(1.0 if scale.ndim == 2 else scale, (kv_heads,)) for scale in both)
+    return per_token, key.astype(jnp.float32), value.astype(jnp.float32)
+
+
+def _call(
+    arrays: tuple[Any, ...],
+    scalars: tuple[Any, ...],
+    schedule: tuple[Any, ...],
+    *,
+    query_lines: Lines,
+    attention: Attention,
+    pieces: int,
+    buffers: int,
+    per_token: tuple[bool, bool],
+    interpret: plgpu.InterpretGPUParams | None,
+) -> tuple[Float32[Array, "pieces lines value_dim"], Float32[Array, "pieces lines"]]:
+    """Launches a thread block for each worker: one warpgroup that computes, one that copies."""
+    q, _, pool, _, _ = arrays
+    key_dim, page_size, exact = q.shape[-1], pool.shape[2], q.dtype == jnp.float32
+    value_dim, lines = attention.value_dim, query_lines.count
+    if exact:
+        memory = CudaCore.scratch(key_dim, value_dim)
+    else:
+        memory = TensorCore.scratch(key_dim, value_dim, q.dtype, pool.dtype != q.dtype)
+    ring = partial(Ring.scratch, buffers, dtype=pool.dtype, page_size=page_size)
+
+    def kernel(*refs):
+        inputs, outputs, scratch = refs[: len(flat)], refs[len(flat) : len(flat) + 2], refs[len(flat) + 2 :]
+        keys, values, own, ends, query_arrived, query_released = jax.tree.unflatten(scratch_tree, scratch)
+        body = _Body(
+            *jax.tree.unflatten(tree, inputs),
+            *outputs,
+            Ring(*keys),
+            Ring(*values),
+            (CudaCore if exact else TensorCore)(*own),
+            ends,
+            query_arrived,
+            query_released,
+            query_lines,
+            attention,
+            per_token,
+        )
+
+        @pl.when(lax.axis_index("warpgroup") == 0)
+        def compute():
+            plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
+            body.compute()
+
+        @pl.when(lax.axis_index("warpgroup") == 1)
+        def copy():
+            plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+            body.copy()
+
+    flat, tree = jax.tree.flatten((arrays, scalars, schedule))
+    scratch, scratch_tree = jax.tree.flatten(
+        (
+            ring(dim=key_dim, has_scales=per_token[0]),
+            ring(dim=value_dim, has_scales=per_token[1]),
+            memory,
+            plgpu.SMEM((TILE,), jnp.int32),
+            plgpu.Barrier(num_arrivals=1 if exact else 2),
+            plgpu.Barrier(),
+        )
+    )
+    return plgpu.kernel(
+        kernel,
+        out_type=[
+            jax.ShapeDtypeStruct((pieces, lines, value_dim), jnp.float32),
+            jax.ShapeDtypeStruct((pieces, lines), jnp.float32),
+        ],
+        scratch_types=scratch,
+        grid=(len(schedule[0]),),
+        grid_names=("worker",),
+        num_threads=2,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret,
+    )(*flat)
+
+
+class _Body:
+    """One thread block."""
+
+    def __init__(
+        self,
+        arrays: tuple[Ref, ...],
+        scalars: tuple[Ref, ...],
+        schedule: tuple[Ref, ...],
+        out: Ref,
+        log: Ref,
+        keys: Ring,
+        values: Ring,
+        own: CudaCore | TensorCore,
+        ends: Ref,
+        query_arrived: Ref,
+        query_released: Ref,
+        query_lines: Lines,
+        attention: Attention,
+        per_token: tuple[bool, bool],
+    ):
+        self.q, self.ends_of_tiles, self.pool, self.scale_pools, self.pages = arrays
+        self.row, self.queries, self.context, self.page_offset, self.key_scale, self.value_scale = scalars
+        self.worker = Worker(*schedule, lax.axis_index("worker"), query_lines.items)
+        self.out, self.log, self.keys, self.values, self.own, self.ends = out, log, keys, values, own, ends
+        self.query_arrived, self.query_released = query_arrived, query_released
+        self.lines, self.attention = query_lines, attention
+        pools = list(self.scale_pools)
+        self.scales = [pools.pop(0) if wanted else None for wanted in per_token]
+
+    def copy(self) -> None:
+        """Sends for the queries, keys and values of all items of the share."""
+        key_dim = self.q.shape[-1]
+
+        def of_item(tile, within, piece, turn, units, block_of, nth):
+            kv_head, chunk = lax.div(within, self.lines.chunks), lax.rem(within, self.lines.chunks)
+            stream = PageStream(
+                self.pool,
+                self.scale_pools,
+                self.pages,
+                self.page_offset[0],
+                self.row[tile],
+                kv_head,
+                self.context[tile],
+            )
+            first, end = units
+
+            @pl.when(nth > 0)
+            def wait():
+                plgpu.barrier_wait(self.query_released)
+
+            self.own.send_query(self.q.at[tile, within], self.query_arrived)
+            if isinstance(self.own, TensorCore):
+                plgpu.copy_gmem_to_smem(self.ends_of_tiles.at[tile, chunk], self.ends, self.query_arrived)
+
+            def send(unit, page_ids):
+                # Read now, used in the next turn: the latency is hidden behind the waits for room.
+                following = stream.page_ids(block_of(unit + 1))
+                block, at = block_of(unit), turn + unit - first
+                stream.send(self.keys, self.scales[0], at, block, page_ids, 0)
+                stream.send(self.values, self.scales[1], at, block, page_ids, key_dim)
+                return following
+
+            lax.fori_loop(first, end, send, stream.page_ids(block_of(first)))
+            return nth + 1
+
+        self.worker.walk(of_item, jnp.int32(0))
+
+    def compute(self) -> None:
+        """Attends to all items of the share and writes their pieces."""
+
+        def of_item(tile, within, piece, turn, units, block_of, state):
+            kv_head, chunk = lax.div(within, self.lines.chunks), lax.rem(within, self.lines.chunks)
+            first, end = units
+            plgpu.barrier_wait(self.query_arrived)
+            queries, context = self.queries[tile], self.context[tile]
+            if self.lines.tokens == 1:
+                ends = context
+            elif isinstance(self.own, TensorCore):
+                ends = plgpu.load(self.ends, layout=PER_ROW)
+            else:
+                ends = self.ends_of_tiles[tile, chunk, 0]
+            mask = Mask(self.attention, ends, queries, context)
+            scale = self.attention.scale * self.key_scale[kv_head]
+
+            def take(unit, softmax):
+                at = turn + unit - first
+                return self.own.take(
+                    self.keys, self.values, at, block_of(unit), mask, scale, self.attention.soft_cap, softmax
+                )
+
+            softmax = lax.fori_loop(first, end, take, self.own.nothing(self.attention.value_dim))
+            plgpu.commit_smem()  # every warp has read the queries before they are sent for again
+            plgpu.barrier_arrive(self.query_released)
+            self.own.write(softmax, self.value_scale[kv_head], self.out.at[piece], self.log.at[piece])
+            return state
+
+        self.worker.walk(of_item, jnp.int32(0))
