@@ -12,27 +12,25 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float32
 
-from pallas_kernels.gpu.layouts import MATRIX, PER_COLUMN, PER_ROW, along_columns, along_rows, filled
+from pallas_kernels.gpu.layouts import MATRIX, PER_COLUMN, PER_ROW, along_columns, along_rows, filled, lane_chunks
 from pallas_kernels.gpu.masks import LEAST_REFERENCE, UNSEEN, Mask, soft_capped
 from pallas_kernels.gpu.page_stream import Ref, Ring, Scalar
 from pallas_kernels.gpu.schedule import BLOCK
 
 
-def _chunks(dim: int) -> list[slice]:
-    """Lanes taken at a time: few enough for the registers."""
-    return [slice(start, min(start + 64, dim)) for start in range(0, dim, 64)]
-
-
 @dataclass(frozen=True)
 class CudaCore:
-    """One consumer warpgroup's memory beside the rings."""
+    """The shared memory of consumers beside the rings, with an axis of consumers before it is one's own."""
 
-    query: Ref  # SMEM Float32[1, key_dim]
-    answer: Ref  # SMEM Float32[1, value_dim]
+    answer: Ref  # Float32[1, value_dim]
 
     @staticmethod
-    def scratch(key_dim: int, value_dim: int) -> tuple[Any, ...]:
-        return plgpu.SMEM((1, key_dim), jnp.float32), plgpu.SMEM((1, value_dim), jnp.float32)
+    def scratch(consumers: int, value_dim: int) -> tuple[Any, ...]:
+        return (plgpu.SMEM((consumers, 1, value_dim), jnp.float32),)
+
+    def of(self, consumer: Scalar) -> "CudaCore":
+        """What belongs to one consumer."""
+        return CudaCore(self.answer.at[consumer])
 
     @staticmethod
     def nothing(value_dim: int) -> Any:
@@ -40,15 +38,12 @@ class CudaCore:
         return (
             filled(LEAST_REFERENCE, (BLOCK,), PER_ROW),
             filled(0, (BLOCK,), PER_ROW),
-            tuple(filled(0, (BLOCK, c.stop - c.start), MATRIX) for c in _chunks(value_dim)),
+            tuple(filled(0, (BLOCK, lanes.size), MATRIX) for lanes in lane_chunks(value_dim, 64)),
         )
-
-    def send_query(self, lines: Ref, arrived: Ref) -> None:
-        """Starts the copy of an item's one line."""
-        plgpu.copy_gmem_to_smem(lines, self.query, arrived)
 
     def take(
         self,
+        query: Ref,
         keys: Ring,
         values: Ring,
         turn: Scalar,
@@ -62,10 +57,10 @@ class CudaCore:
         reference, total, weighted = state
         buffer = keys.take(turn)
         logits = filled(0, (BLOCK,), PER_ROW)
-        for lanes in _chunks(self.query.shape[1]):
+        for lanes in lane_chunks(query.shape[1], 64):
             part = _load(keys.slots, buffer, lanes)
-            query = plgpu.load(self.query.at[0, pl.ds(lanes.start, lanes.stop - lanes.start)], layout=PER_COLUMN)
-            logits += (part * along_columns(query, part)).sum(axis=1)
+            of_query = plgpu.load(query.at[0, lanes], layout=PER_COLUMN)
+            logits += (part * along_columns(of_query, part)).sum(axis=1)
         if keys.scales:
             logits *= plgpu.load(keys.scales[0].at[buffer], layout=PER_ROW)
         plgpu.commit_smem()  # every warp has read the buffer before it is sent for again
@@ -81,7 +76,7 @@ class CudaCore:
             weight *= plgpu.load(values.scales[0].at[buffer], layout=PER_ROW)
             weight = mask.of_places(block, weight, 0.0)  # where nothing is seen the scale may be NaN
         parts = []
-        for lanes, sum_so_far in zip(_chunks(self.answer.shape[1]), weighted, strict=True):
+        for lanes, sum_so_far in zip(lane_chunks(self.answer.shape[1], 64), weighted, strict=True):
             part = mask.of_values(block, _load(values.slots, buffer, lanes))
             parts.append(along_rows(decay, part) * sum_so_far + along_rows(weight, part) * part)
         plgpu.commit_smem()
@@ -94,17 +89,16 @@ class CudaCore:
         top = reference.max(axis=0)
         share = jnp.exp2(reference - top)
         denominator = (share * total).sum(axis=0)
-        for lanes, part in zip(_chunks(self.answer.shape[1]), weighted, strict=True):
-            out = (along_rows(share, part) * part).sum(axis=0)
-            self.answer[0, pl.ds(lanes.start, lanes.stop - lanes.start)] = out * jnp.where(
-                denominator > 0, value_scale / denominator, 0
-            )
+        inverse = jnp.where(denominator > 0, 1 / denominator, 0)
+        for lanes, part in zip(lane_chunks(self.answer.shape[1], 64), weighted, strict=True):
+            whole = (along_rows(share, part) * part).sum(axis=0) * value_scale
+            self.answer[0, lanes] = whole * inverse
         log[0] = top + jnp.log2(denominator)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(self.answer, out)
         plgpu.wait_smem_to_gmem(0)
 
 
-def _load(slots: Ref, buffer: Scalar, lanes: slice) -> Float32[Array, "tokens lanes"]:
-    block = slots.at[buffer, :, pl.ds(lanes.start, lanes.stop - lanes.start)]
+def _load(slots: Ref, buffer: Scalar, lanes: pl.Slice) -> Float32[Array, "tokens lanes"]:
+    block = slots.at[buffer, :, lanes]
     return plgpu.load(block, layout=MATRIX).astype(jnp.float32)

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
@@ -13,12 +14,13 @@ PER_ROW = plgpu.Layout.WGMMA.reduce(1)
 PER_COLUMN = plgpu.Layout.WGMMA.reduce(0)
 
 
-def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
+def tiled(shape: tuple[int, ...], dtype: Any, *, beside: int | None = None) -> Any:
     """Shared memory in swizzled tiles of 8 rows: what matrix instructions take, and free of bank conflicts.
 
-    Tiles are 128 bytes wide, or the next power of two that divides a row.
+    Tiles are 128 bytes wide, or the next power of two that divides a row. The operands of one instruction must agree
+    in it: `beside` is the length of the other's rows, if it is not that of these.
     """
-    row_bytes = shape[-1] * jnp.dtype(dtype).itemsize
+    row_bytes = (beside or shape[-1]) * jnp.dtype(dtype).itemsize
     swizzle = next(width for width in (128, 64, 32) if row_bytes % width == 0)
     tile = plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize))  # type: ignore[abstract]
     return plgpu.SMEM(shape, dtype, transforms=(tile, plgpu.SwizzleTransform(swizzle)))  # type: ignore[abstract]
@@ -39,3 +41,8 @@ def along_columns(
 ) -> Float[Array, "rows columns"]:
     """Each column's number, in every row."""
     return lax.broadcast_in_dim(per_column, like.shape, (1,))
+
+
+def lane_chunks(dim: int, most: int) -> list[pl.Slice]:
+    """The lanes of a row in chunks of at most `most`, for what would not fit in the registers at once."""
+    return [pl.ds(start, min(most, dim - start)) for start in range(0, dim, most)]

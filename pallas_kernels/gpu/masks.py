@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from pallas_kernels.arguments import Attention
-from pallas_kernels.gpu.layouts import MATRIX, PER_ROW, along_rows
+from pallas_kernels.gpu.layouts import MATRIX, PER_ROW, along_rows, lane_chunks
 from pallas_kernels.gpu.page_stream import Ref, Scalar
 from pallas_kernels.gpu.schedule import BLOCK
 
@@ -55,7 +55,8 @@ class Mask:
 
         @pl.when(has_unseen)
         def clear():
-            values[...] = self.of_values(block, plgpu.load(values, layout=MATRIX))
+            for lanes in lane_chunks(values.shape[1], 64):
+                values[:, lanes] = self.of_values(block, plgpu.load(values.at[:, lanes], layout=MATRIX))
             plgpu.commit_smem()
 
     @property

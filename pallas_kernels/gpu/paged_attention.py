@@ -1,7 +1,7 @@
 """Paged attention for Hopper GPUs (Pallas Mosaic GPU): tiles of queries over keys and values in pages.
 
 Pages as in Kwon et al. 2023 (arXiv:2309.06180), a running softmax as in Dao et al. 2022 (arXiv:2205.14135), one
-warpgroup that copies and one that computes as in Shah et al. 2024 (FlashAttention-3, arXiv:2407.08608, §3.1).
+warpgroup that copies for two that compute as in Shah et al. 2024 (FlashAttention-3, arXiv:2407.08608, §3.1).
 `schedule` shares the work and merges the pieces, `page_stream` brings the blocks, `tensor_core` and `cuda_core` compute,
 `block_rule` chooses the sizes; this file puts them together.
 """
@@ -17,18 +17,20 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32, Int32, Shaped
 
 from pallas_kernels.arguments import Attention, Scales, Tiles, check_arguments
-from pallas_kernels.gpu.block_rule import choose_blocks
+from pallas_kernels.gpu.block_rule import ring_buffers
 from pallas_kernels.gpu.cuda_core import CudaCore
-from pallas_kernels.gpu.layouts import PER_ROW
+from pallas_kernels.gpu.layouts import PER_ROW, tiled
 from pallas_kernels.gpu.masks import Mask
-from pallas_kernels.gpu.page_stream import PageStream, Ref, Ring, Worker
+from pallas_kernels.gpu.page_stream import PageStream, Ref, Ring, Scalar, Worker
 from pallas_kernels.gpu.schedule import BLOCK, make_schedule, merge
 from pallas_kernels.gpu.tensor_core import PADDING, TILE, TensorCore
 from pallas_kernels.hardware import GpuFacts
 
 HOPPER = (9, 0)
 TILE_LINES = 64  # query lines of one KV head that a tile had better not exceed: the rows of a matrix instruction
-PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 208  # a thread; the producer only counts and starts copies
+CONSUMERS = 2  # warpgroups that compute, so that one has the tensor cores while the other takes exponentials
+# Of a thread; the producer only counts and starts copies. 40 + 2 · 232 = 3 · 168, which is what three warpgroups get.
+PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
 
 
 def paged_attention(
@@ -60,7 +62,7 @@ def paged_attention(
       sinks: a logit a query head that takes its share of the softmax and gives no value.
       scales: what quantised keys and values are multiplied by.
       facts: the GPU that the kernel is compiled for.
-      workers: thread blocks that share the work; None chooses by `block_rule`.
+      workers: thread blocks that share the work; None takes one a multiprocessor.
       interpret: as in `plgpu.kernel`: its parameters to run without a GPU, None to run on one.
 
     Softmax statistics are float32, and so are partial results. bfloat16 and float16 products accumulate in float32 on
@@ -88,8 +90,10 @@ def paged_attention(
         raise ValueError(f"{most_units=} blocks for {q.shape=}, {pages.shape=}; split the tiles over several calls")
 
     scale_pools, key_scale, value_scale = _sort_scales(scales, kv_heads)
-    blocks = choose_blocks(key_dim, attention.value_dim, q.dtype, pool.dtype, len(scale_pools), facts)
-    workers = workers or blocks.per_multiprocessor * facts.multiprocessors
+    buffers = ring_buffers(
+        key_dim, attention.value_dim, q.dtype, pool.dtype, len(scale_pools), CONSUMERS, facts
+    )
+    workers = workers or facts.multiprocessors
     schedule = make_schedule(tiles, attention, query_lines.items, workers)
     rows = jnp.minimum(tiles.row, pages.shape[0] - 1)  # read, though not used, for tiles without queries too
     items = number * query_lines.items
@@ -100,7 +104,7 @@ def paged_attention(
         query_lines=query_lines,
         attention=attention,
         pieces=items + workers,
-        buffers=blocks.buffers,
+        buffers=buffers,
         per_token=tuple(scales is not None and scale.ndim == 2 for scale in (scales.key, scales.value))
         if scales
         else (False, False),
@@ -177,25 +181,27 @@ def _call(
     buffers: int,
     per_token: tuple[bool, bool],
     interpret: plgpu.InterpretGPUParams | None,
-) -> tuple[Float32[Array, "pieces lines value_dim"], Float32[Array, "pieces lines"]]:
-    """Launches a thread block for each worker: one warpgroup that computes, one that copies."""
+) -> tuple[Float32[Array, "pieces consumers lines value_dim"], Float32[Array, "pieces consumers lines"]]:
+    """Launches a thread block for each worker: CONSUMERS warpgroups that compute, and one that copies."""
     q, _, pool, _, _ = arrays
     key_dim, page_size, exact = q.shape[-1], pool.shape[2], q.dtype == jnp.float32
     value_dim, lines = attention.value_dim, query_lines.count
     if exact:
-        memory = CudaCore.scratch(key_dim, value_dim)
+        query, memory = plgpu.SMEM((1, key_dim), q.dtype), CudaCore.scratch(CONSUMERS, value_dim)
     else:
-        memory = TensorCore.scratch(key_dim, value_dim, q.dtype, pool.dtype != q.dtype)
+        query = tiled((TILE, key_dim), q.dtype)
+        memory = TensorCore.scratch(CONSUMERS, key_dim, value_dim, q.dtype, pool.dtype != q.dtype)
     ring = partial(Ring.scratch, buffers, dtype=pool.dtype, page_size=page_size)
 
     def kernel(*refs):
         inputs, outputs, scratch = refs[: len(flat)], refs[len(flat) : len(flat) + 2], refs[len(flat) + 2 :]
-        keys, values, own, ends, query_arrived, query_released = jax.tree.unflatten(scratch_tree, scratch)
+        keys, values, query, own, ends, query_arrived, query_released = jax.tree.unflatten(scratch_tree, scratch)
         body = _Body(
             *jax.tree.unflatten(tree, inputs),
             *outputs,
             Ring(*keys),
             Ring(*values),
+            query,
             (CudaCore if exact else TensorCore)(*own),
             ends,
             query_arrived,
@@ -205,12 +211,14 @@ def _call(
             per_token,
         )
 
-        @pl.when(lax.axis_index("warpgroup") == 0)
+        warpgroup = lax.axis_index("warpgroup")
+
+        @pl.when(warpgroup < CONSUMERS)
         def compute():
             plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
-            body.compute()
+            body.compute(warpgroup)
 
-        @pl.when(lax.axis_index("warpgroup") == 1)
+        @pl.when(warpgroup == CONSUMERS)
         def copy():
             plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
             body.copy()
@@ -220,22 +228,23 @@ def _call(
         (
             ring(dim=key_dim, has_scales=per_token[0]),
             ring(dim=value_dim, has_scales=per_token[1]),
+            query,
             memory,
             plgpu.SMEM((TILE,), jnp.int32),
             plgpu.Barrier(num_arrivals=1 if exact else 2),
-            plgpu.Barrier(),
+            plgpu.Barrier(num_arrivals=CONSUMERS),
         )
     )
     return plgpu.kernel(
         kernel,
         out_type=[
-            jax.ShapeDtypeStruct((pieces, lines, value_dim), jnp.float32),
-            jax.ShapeDtypeStruct((pieces, lines), jnp.float32),
+            jax.ShapeDtypeStruct((pieces, CONSUMERS, lines, value_dim), jnp.float32),
+            jax.ShapeDtypeStruct((pieces, CONSUMERS, lines), jnp.float32),
         ],
         scratch_types=scratch,
         grid=(len(schedule[0]),),
         grid_names=("worker",),
-        num_threads=2,
+        num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
@@ -254,6 +263,7 @@ class _Body:
         log: Ref,
         keys: Ring,
         values: Ring,
+        query: Ref,
         own: CudaCore | TensorCore,
         ends: Ref,
         query_arrived: Ref,
@@ -265,7 +275,8 @@ class _Body:
         self.q, self.ends_of_tiles, self.pool, self.scale_pools, self.pages = arrays
         self.row, self.queries, self.context, self.page_offset, self.key_scale, self.value_scale = scalars
         self.worker = Worker(*schedule, lax.axis_index("worker"), query_lines.items)
-        self.out, self.log, self.keys, self.values, self.own, self.ends = out, log, keys, values, own, ends
+        self.out, self.log, self.keys, self.values, self.ends = out, log, keys, values, ends
+        self.query, self.own = query, own
         self.query_arrived, self.query_released = query_arrived, query_released
         self.lines, self.attention = query_lines, attention
         pools = list(self.scale_pools)
@@ -292,7 +303,10 @@ class _Body:
             def wait():
                 plgpu.barrier_wait(self.query_released)
 
-            self.own.send_query(self.q.at[tile, within], self.query_arrived)
+            # What is beyond an item's lines stays: rows never mix.
+            plgpu.copy_gmem_to_smem(
+                self.q.at[tile, within], self.query.at[pl.ds(0, self.lines.count)], self.query_arrived
+            )
             if isinstance(self.own, TensorCore):
                 plgpu.copy_gmem_to_smem(self.ends_of_tiles.at[tile, chunk], self.ends, self.query_arrived)
 
@@ -309,8 +323,9 @@ class _Body:
 
         self.worker.walk(of_item, jnp.int32(0))
 
-    def compute(self) -> None:
-        """Attends to all items of the share and writes their pieces."""
+    def compute(self, consumer: Scalar) -> None:
+        """Attends to the share, but for the blocks that the other consumers take in turn, and writes the pieces."""
+        own = self.own.of(consumer)
 
         def of_item(tile, within, piece, turn, units, block_of, state):
             kv_head, chunk = lax.div(within, self.lines.chunks), lax.rem(within, self.lines.chunks)
@@ -319,23 +334,36 @@ class _Body:
             queries, context = self.queries[tile], self.context[tile]
             if self.lines.tokens == 1:
                 ends = context
-            elif isinstance(self.own, TensorCore):
+            elif isinstance(own, TensorCore):
                 ends = plgpu.load(self.ends, layout=PER_ROW)
             else:
                 ends = self.ends_of_tiles[tile, chunk, 0]
             mask = Mask(self.attention, ends, queries, context)
             scale = self.attention.scale * self.key_scale[kv_head]
+            own_first = first + lax.rem(consumer + lax.rem(turn, CONSUMERS), CONSUMERS)
 
-            def take(unit, softmax):
+            def take(index, softmax):
+                unit = own_first + index * CONSUMERS
                 at = turn + unit - first
-                return self.own.take(
-                    self.keys, self.values, at, block_of(unit), mask, scale, self.attention.soft_cap, softmax
+                return own.take(
+                    self.query,
+                    self.keys,
+                    self.values,
+                    at,
+                    block_of(unit),
+                    mask,
+                    scale,
+                    self.attention.soft_cap,
+                    softmax,
                 )
 
-            softmax = lax.fori_loop(first, end, take, self.own.nothing(self.attention.value_dim))
+            turns = pl.cdiv(jnp.maximum(end - own_first, 0), CONSUMERS)
+            softmax = lax.fori_loop(0, turns, take, own.nothing(self.attention.value_dim))
             plgpu.commit_smem()  # every warp has read the queries before they are sent for again
             plgpu.barrier_arrive(self.query_released)
-            self.own.write(softmax, self.value_scale[kv_head], self.out.at[piece], self.log.at[piece])
+            own.write(
+                softmax, self.value_scale[kv_head], self.out.at[piece, consumer], self.log.at[piece, consumer]
+            )
             return state
 
         self.worker.walk(of_item, jnp.int32(0))

@@ -70,12 +70,15 @@ def make_schedule(tiles: Tiles, attention: Attention, items_per_tile: int, worke
 
 
 def merge(
-    pieces: Float32[Array, "pieces lines value_dim"], logs: Float32[Array, "pieces lines"], schedule: Schedule, items: int
+    pieces: Float32[Array, "pieces consumers lines value_dim"],
+    logs: Float32[Array, "pieces consumers lines"],
+    schedule: Schedule,
+    items: int,
 ) -> tuple[Float32[Array, "items lines value_dim"], Float32[Array, "items lines"]]:
     """The answer of every item, and the base-2 logarithm of its softmax denominator; 0 and −∞ where nothing was seen.
 
-    Piece `item + worker` is what that worker computed of that item: both only ever grow, so no two pieces meet. Those
-    that nobody computed hold anything.
+    Piece `item + worker` is what that worker's consumers computed of that item: both only ever grow, so no two pieces
+    meet. Those that nobody computed hold anything.
     """
     number, per_tile = schedule.units.shape[0], items // schedule.units.shape[0]
     item = jnp.arange(items, dtype=jnp.int32)
@@ -90,14 +93,14 @@ def merge(
     of_piece = jax.lax.cummax(of_piece)
     real = (units[of_piece] > 0) & (piece <= of_piece + last[of_piece]) & (piece >= of_piece + first[of_piece])
     target = jnp.where(real, of_piece, items)
-    logs = jnp.where(real[:, None], logs, -jnp.inf)
+    logs = jnp.where(real[:, None, None], logs, -jnp.inf)
 
-    top = jnp.full((items, logs.shape[1]), -jnp.inf).at[target].max(logs, mode="drop")
+    top = jnp.full((items, logs.shape[2]), -jnp.inf).at[target].max(logs.max(axis=1), mode="drop")
     base = jnp.where(jnp.isneginf(top), 0, top)
-    weight = jnp.exp2(logs - base[of_piece])
-    total = jnp.zeros_like(top).at[target].add(weight, mode="drop")
-    weighted = jnp.where(real[:, None, None], weight[..., None] * pieces, 0)
-    summed = jnp.zeros((items, *pieces.shape[1:])).at[target].add(weighted, mode="drop")
+    weight = jnp.exp2(logs - base[of_piece][:, None])
+    total = jnp.zeros_like(top).at[target].add(weight.sum(axis=1), mode="drop")
+    weighted = jnp.where(real[:, None, None, None], weight[..., None] * pieces, 0).sum(axis=1)
+    summed = jnp.zeros((items, *weighted.shape[1:])).at[target].add(weighted, mode="drop")
     return summed / jnp.where(total > 0, total, 1)[..., None], base + jnp.log2(total)
 
 

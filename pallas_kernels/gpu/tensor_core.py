@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
-from pallas_kernels.gpu.layouts import MATRIX, PER_COLUMN, PER_ROW, along_columns, along_rows, filled, tiled
+from pallas_kernels.gpu.layouts import MATRIX, PER_COLUMN, PER_ROW, along_columns, along_rows, filled, lane_chunks, tiled
 from pallas_kernels.gpu.masks import LEAST_REFERENCE, UNSEEN, Mask, soft_capped
 from pallas_kernels.gpu.page_stream import Ref, Ring, Scalar
 from pallas_kernels.gpu.schedule import BLOCK
@@ -22,23 +22,27 @@ PADDING = 8  # lines are padded to whole rows of shared-memory tiles
 
 @dataclass(frozen=True)
 class TensorCore:
-    """One consumer warpgroup's memory beside the rings."""
+    """The shared memory of consumers beside the rings, with an axis of consumers before it is one's own."""
 
-    query: Ref  # SMEM [TILE, key_dim]
-    weights: Ref  # SMEM [TILE, BLOCK]
-    dequantised: tuple[Ref, ...]  # SMEM [BLOCK, key_dim] and [BLOCK, value_dim], if the pool is quantised
-    answer: Ref  # SMEM Float32[TILE, answer_lanes]
-    log: Ref  # SMEM Float32[TILE]
+    weights: Ref  # [TILE, BLOCK]
+    dequantised: tuple[Ref, ...]  # [BLOCK, key_dim] and [BLOCK, value_dim], if the pool is quantised
+    answer: Ref  # Float32[TILE, answer_lanes]
+    log: Ref  # Float32[TILE]
 
     @staticmethod
-    def scratch(key_dim: int, value_dim: int, dtype: jnp.dtype, quantised: bool) -> tuple[Any, ...]:
+    def scratch(consumers: int, key_dim: int, value_dim: int, dtype: jnp.dtype, quantised: bool) -> tuple[Any, ...]:
+        codes = (tiled((consumers, BLOCK, key_dim), dtype), tiled((consumers, BLOCK, value_dim), dtype))
         return (
-            tiled((TILE, key_dim), dtype),
-            tiled((TILE, BLOCK), dtype),
-            (tiled((BLOCK, key_dim), dtype), tiled((BLOCK, value_dim), dtype)) if quantised else (),
-            plgpu.SMEM((TILE, answer_lanes(value_dim)), jnp.float32),
-            plgpu.SMEM((TILE,), jnp.float32),
+            tiled((consumers, TILE, BLOCK), dtype, beside=value_dim),
+            codes if quantised else (),
+            plgpu.SMEM((consumers, TILE, answer_lanes(value_dim)), jnp.float32),
+            plgpu.SMEM((consumers, TILE), jnp.float32),
         )
+
+    def of(self, consumer: Scalar) -> "TensorCore":
+        """What belongs to one consumer."""
+        codes = tuple(of_all.at[consumer] for of_all in self.dequantised)
+        return TensorCore(self.weights.at[consumer], codes, self.answer.at[consumer], self.log.at[consumer])
 
     @staticmethod
     def nothing(value_dim: int) -> Any:
@@ -46,15 +50,12 @@ class TensorCore:
         return (
             filled(LEAST_REFERENCE, (TILE,), PER_ROW),
             filled(0, (TILE,), PER_ROW),
-            filled(0, (TILE, value_dim), MATRIX),
+            tuple(filled(0, (TILE, lanes.size), MATRIX) for lanes in value_chunks(value_dim)),
         )
-
-    def send_query(self, lines: Ref, arrived: Ref) -> None:
-        """Starts the copy of an item's lines. What is beyond them in the tile stays: rows never mix."""
-        plgpu.copy_gmem_to_smem(lines, self.query.at[pl.ds(0, lines.shape[0])], arrived)
 
     def take(
         self,
+        query: Ref,
         keys: Ring,
         values: Ring,
         turn: Scalar,
@@ -70,7 +71,7 @@ class TensorCore:
         key_block = keys.slots.at[buffer]
         if self.dequantised:
             key_block = self._dequantise(key_block, self.dequantised[0], None)
-        logits = scale * _product(self.query, key_block.transpose((1, 0)))
+        logits = scale * _product(query, key_block.transpose((1, 0)))
         if keys.scales:
             logits *= along_columns(plgpu.load(keys.scales[0].at[buffer], layout=PER_COLUMN), logits)
         keys.release(buffer)
@@ -92,20 +93,24 @@ class TensorCore:
             mask.clear_unseen(block, value_block)
         self.weights[...] = weight.astype(self.weights.dtype)
         plgpu.commit_smem()
-        weighted = along_rows(decay, weighted) * weighted + _product(self.weights, value_block)
+        weighted = tuple(
+            along_rows(decay, part) * part + _product(self.weights, value_block.at[:, lanes])
+            for lanes, part in zip(value_chunks(value_block.shape[1]), weighted, strict=True)
+        )
         values.release(buffer)
         return new_reference, total, weighted
 
     def _dequantise(self, codes: Ref, target: Ref, cleared: tuple[Mask, Scalar] | None) -> Ref:
         """The numbers that codes stand for, but for their scale, as an operand of a matrix instruction."""
-        numbers = plgpu.load(codes, layout=MATRIX)
-        if jnp.issubdtype(codes.dtype, jnp.floating):
-            numbers = numbers.astype(jnp.float32)  # there is no instruction for less
-        numbers = numbers.astype(target.dtype)
-        if cleared is not None:
-            mask, block = cleared
-            numbers = mask.of_values(block, numbers)
-        target[...] = numbers
+        for lanes in lane_chunks(codes.shape[1], 64):
+            numbers = plgpu.load(codes.at[:, lanes], layout=MATRIX)
+            if jnp.issubdtype(codes.dtype, jnp.floating):
+                numbers = numbers.astype(jnp.float32)  # there is no instruction for less
+            numbers = numbers.astype(target.dtype)
+            if cleared is not None:
+                mask, block = cleared
+                numbers = mask.of_values(block, numbers)
+            target[:, lanes] = numbers
         plgpu.commit_smem()
         return target
 
@@ -113,16 +118,24 @@ class TensorCore:
         """Writes what the softmax has come to, and the logarithm of its denominator, for the lines that `out` has."""
         reference, total, weighted = state
         lines, value_dim = out.shape
-        weighted *= along_rows(jnp.where(total > 0, value_scale / total, 0), weighted)
+        inverse = jnp.where(total > 0, value_scale / total, 0)
         self.log[...] = reference + jnp.log2(total)
-        lanes = self.answer.shape[1]
-        for start in range(0, value_dim, lanes):
-            self.answer[...] = weighted[:, start : start + lanes]
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(self.answer.at[pl.ds(0, lines)], out.at[:, pl.ds(start, lanes)])
-            if start == 0:
-                plgpu.copy_smem_to_gmem(self.log.at[pl.ds(0, lines)], log)
-            plgpu.wait_smem_to_gmem(0)
+        for chunk, part in zip(value_chunks(value_dim), weighted, strict=True):
+            part *= along_rows(inverse, part)
+            lanes = self.answer.shape[1]
+            for start in range(0, chunk.size, lanes):
+                self.answer[...] = part[:, start : start + lanes]
+                plgpu.commit_smem()
+                of_out = out.at[:, pl.ds(chunk.start + start, lanes)]
+                plgpu.copy_smem_to_gmem(self.answer.at[pl.ds(0, lines)], of_out)
+                plgpu.wait_smem_to_gmem(0)
+        plgpu.copy_smem_to_gmem(self.log.at[pl.ds(0, lines)], log)
+        plgpu.wait_smem_to_gmem(0)
+
+
+def value_chunks(value_dim: int) -> list[pl.Slice]:
+    """Lanes of values whose products are taken at a time: more would not fit in the registers."""
+    return lane_chunks(value_dim, value_dim if value_dim <= 128 else 64)
 
 
 def answer_lanes(value_dim: int) -> int:
