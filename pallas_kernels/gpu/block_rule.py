@@ -1,4 +1,4 @@
-"""The rule that chooses how deep the rings of a thread block are."""
+"""The rule that chooses how many warpgroups compute, and how deep the rings are."""
 
 from typing import Any
 
@@ -10,6 +10,15 @@ from pallas_kernels.hardware import KIB, GpuFacts
 
 RESERVED_BYTES = 4 * KIB  # of a thread block's shared memory: barriers, alignment, reductions
 MOST_BUFFERS = 8
+
+
+def consumer_warpgroups(value_dim: int) -> int:
+    """Two warpgroups, so that one has the tensor cores while the other takes exponentials; one for wide values.
+
+    The sums of 64 lines × 256 lanes alone are 128 registers of a thread, more than two such warpgroups have room for;
+    and of heads so wide, one alone computes a block faster than memory delivers it.
+    """
+    return 2 if value_dim <= 192 else 1
 
 
 def ring_buffers(

@@ -1,7 +1,7 @@
 """Paged attention for Hopper GPUs (Pallas Mosaic GPU): tiles of queries over keys and values in pages.
 
 Pages as in Kwon et al. 2023 (arXiv:2309.06180), a running softmax as in Dao et al. 2022 (arXiv:2205.14135), one
-warpgroup that copies for two that compute as in Shah et al. 2024 (FlashAttention-3, arXiv:2407.08608, §3.1).
+warpgroup that copies for those that compute as in Shah et al. 2024 (FlashAttention-3, arXiv:2407.08608, §3.1).
 `schedule` shares the work and merges the pieces, `page_stream` brings the blocks, `tensor_core` and `cuda_core` compute,
 `block_rule` chooses the sizes; this file puts them together.
 """
@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32, Int32, Shaped
 
 from pallas_kernels.arguments import Attention, Scales, Tiles, check_arguments
-from pallas_kernels.gpu.block_rule import ring_buffers
+from pallas_kernels.gpu.block_rule import consumer_warpgroups, ring_buffers
 from pallas_kernels.gpu.cuda_core import CudaCore
 from pallas_kernels.gpu.layouts import PER_ROW, tiled
 from pallas_kernels.gpu.masks import Mask
@@ -28,8 +28,7 @@ from pallas_kernels.hardware import GpuFacts
 
 HOPPER = (9, 0)
 TILE_LINES = 64  # query lines of one KV head that a tile had better not exceed: the rows of a matrix instruction
-CONSUMERS = 2  # warpgroups that compute, so that one has the tensor cores while the other takes exponentials
-# Of a thread; the producer only counts and starts copies. 40 + 2 · 232 = 3 · 168, which is what three warpgroups get.
+# Registers of a thread in three warpgroups, which get 168 each: the producer only counts and starts copies.
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
 
 
@@ -90,8 +89,9 @@ def paged_attention(
         raise ValueError(f"{most_units=} blocks for {q.shape=}, {pages.shape=}; split the tiles over several calls")
 
     scale_pools, key_scale, value_scale = _sort_scales(scales, kv_heads)
+    consumers = consumer_warpgroups(attention.value_dim)
     buffers = ring_buffers(
-        key_dim, attention.value_dim, q.dtype, pool.dtype, len(scale_pools), CONSUMERS, facts
+        key_dim, attention.value_dim, q.dtype, pool.dtype, len(scale_pools), consumers, facts
     )
     workers = workers or facts.multiprocessors
     schedule = make_schedule(tiles, attention, query_lines.items, workers)
@@ -104,6 +104,7 @@ def paged_attention(
         query_lines=query_lines,
         attention=attention,
         pieces=items + workers,
+        consumers=consumers,
         buffers=buffers,
         per_token=tuple(scales is not None and scale.ndim == 2 for scale in (scales.key, scales.value))
         if scales
@@ -178,19 +179,20 @@ def _call(
     query_lines: Lines,
     attention: Attention,
     pieces: int,
+    consumers: int,
     buffers: int,
     per_token: tuple[bool, bool],
     interpret: plgpu.InterpretGPUParams | None,
 ) -> tuple[Float32[Array, "pieces consumers lines value_dim"], Float32[Array, "pieces consumers lines"]]:
-    """Launches a thread block for each worker: CONSUMERS warpgroups that compute, and one that copies."""
+    """Launches a thread block for each worker: `consumers` warpgroups that compute, and one that copies."""
     q, _, pool, _, _ = arrays
     key_dim, page_size, exact = q.shape[-1], pool.shape[2], q.dtype == jnp.float32
     value_dim, lines = attention.value_dim, query_lines.count
     if exact:
-        query, memory = plgpu.SMEM((1, key_dim), q.dtype), CudaCore.scratch(CONSUMERS, value_dim)
+        query, memory = plgpu.SMEM((1, key_dim), q.dtype), CudaCore.scratch(consumers, value_dim)
     else:
         query = tiled((TILE, key_dim), q.dtype)
-        memory = TensorCore.scratch(CONSUMERS, key_dim, value_dim, q.dtype, pool.dtype != q.dtype)
+        memory = TensorCore.scratch(consumers, key_dim, value_dim, q.dtype, pool.dtype != q.dtype)
     ring = partial(Ring.scratch, buffers, dtype=pool.dtype, page_size=page_size)
 
     def kernel(*refs):
@@ -202,25 +204,28 @@ def _call(
             Ring(*keys),
             Ring(*values),
             query,
-            (CudaCore if exact else TensorCore)(*own),
+            CudaCore(*own) if exact else TensorCore(*own, interpret is not None),
             ends,
             query_arrived,
             query_released,
             query_lines,
             attention,
+            consumers,
             per_token,
         )
 
         warpgroup = lax.axis_index("warpgroup")
 
-        @pl.when(warpgroup < CONSUMERS)
+        @pl.when(warpgroup < consumers)
         def compute():
-            plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
+            if consumers > 1:
+                plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
             body.compute(warpgroup)
 
-        @pl.when(warpgroup == CONSUMERS)
+        @pl.when(warpgroup == consumers)
         def copy():
-            plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+            if consumers > 1:
+                plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
             body.copy()
 
     flat, tree = jax.tree.flatten((arrays, scalars, schedule))
@@ -232,19 +237,19 @@ def _call(
             memory,
             plgpu.SMEM((TILE,), jnp.int32),
             plgpu.Barrier(num_arrivals=1 if exact else 2),
-            plgpu.Barrier(num_arrivals=CONSUMERS),
+            plgpu.Barrier(num_arrivals=consumers),
         )
     )
     return plgpu.kernel(
         kernel,
         out_type=[
-            jax.ShapeDtypeStruct((pieces, CONSUMERS, lines, value_dim), jnp.float32),
-            jax.ShapeDtypeStruct((pieces, CONSUMERS, lines), jnp.float32),
+            jax.ShapeDtypeStruct((pieces, consumers, lines, value_dim), jnp.float32),
+            jax.ShapeDtypeStruct((pieces, consumers, lines), jnp.float32),
         ],
         scratch_types=scratch,
         grid=(len(schedule[0]),),
         grid_names=("worker",),
-        num_threads=CONSUMERS + 1,
+        num_threads=consumers + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
@@ -270,6 +275,7 @@ class _Body:
         query_released: Ref,
         query_lines: Lines,
         attention: Attention,
+        consumers: int,
         per_token: tuple[bool, bool],
     ):
         self.q, self.ends_of_tiles, self.pool, self.scale_pools, self.pages = arrays
@@ -278,7 +284,7 @@ class _Body:
         self.out, self.log, self.keys, self.values, self.ends = out, log, keys, values, ends
         self.query, self.own = query, own
         self.query_arrived, self.query_released = query_arrived, query_released
-        self.lines, self.attention = query_lines, attention
+        self.lines, self.attention, self.consumers = query_lines, attention, consumers
         pools = list(self.scale_pools)
         self.scales = [pools.pop(0) if wanted else None for wanted in per_token]
 
@@ -340,10 +346,10 @@ class _Body:
                 ends = self.ends_of_tiles[tile, chunk, 0]
             mask = Mask(self.attention, ends, queries, context)
             scale = self.attention.scale * self.key_scale[kv_head]
-            own_first = first + lax.rem(consumer + lax.rem(turn, CONSUMERS), CONSUMERS)
+            own_first = first + lax.rem(consumer + lax.rem(turn, self.consumers), self.consumers)
 
             def take(index, softmax):
-                unit = own_first + index * CONSUMERS
+                unit = own_first + index * self.consumers
                 at = turn + unit - first
                 return own.take(
                     self.query,
@@ -357,7 +363,7 @@ class _Body:
                     softmax,
                 )
 
-            turns = pl.cdiv(jnp.maximum(end - own_first, 0), CONSUMERS)
+            turns = pl.cdiv(jnp.maximum(end - own_first, 0), self.consumers)
             softmax = lax.fori_loop(0, turns, take, own.nothing(self.attention.value_dim))
             plgpu.commit_smem()  # every warp has read the queries before they are sent for again
             plgpu.barrier_arrive(self.query_released)

@@ -28,6 +28,7 @@ class TensorCore:
     dequantised: tuple[Ref, ...]  # [BLOCK, key_dim] and [BLOCK, value_dim], if the pool is quantised
     answer: Ref  # Float32[TILE, answer_lanes]
     log: Ref  # Float32[TILE]
+    interpreted: bool
 
     @staticmethod
     def scratch(consumers: int, key_dim: int, value_dim: int, dtype: jnp.dtype, quantised: bool) -> tuple[Any, ...]:
@@ -42,7 +43,7 @@ class TensorCore:
     def of(self, consumer: Scalar) -> "TensorCore":
         """What belongs to one consumer."""
         codes = tuple(of_all.at[consumer] for of_all in self.dequantised)
-        return TensorCore(self.weights.at[consumer], codes, self.answer.at[consumer], self.log.at[consumer])
+        return TensorCore(self.weights.at[consumer], codes, self.answer.at[consumer], self.log.at[consumer], self.interpreted)
 
     @staticmethod
     def nothing(value_dim: int) -> Any:
@@ -50,7 +51,7 @@ class TensorCore:
         return (
             filled(LEAST_REFERENCE, (TILE,), PER_ROW),
             filled(0, (TILE,), PER_ROW),
-            tuple(filled(0, (TILE, lanes.size), MATRIX) for lanes in value_chunks(value_dim)),
+            filled(0, (TILE, value_dim), MATRIX),
         )
 
     def take(
@@ -93,12 +94,15 @@ class TensorCore:
             mask.clear_unseen(block, value_block)
         self.weights[...] = weight.astype(self.weights.dtype)
         plgpu.commit_smem()
-        weighted = tuple(
-            along_rows(decay, part) * part + _product(self.weights, value_block.at[:, lanes])
-            for lanes, part in zip(value_chunks(value_block.shape[1]), weighted, strict=True)
-        )
+        weighted = self._accumulate(along_rows(decay, weighted) * weighted, self.weights, value_block)
         values.release(buffer)
         return new_reference, total, weighted
+
+    def _accumulate(self, sums: Array, a: Ref, b: Ref) -> Array:
+        """sums + a @ b, in the registers of the sums."""
+        if self.interpreted:  # the interpreter has no accumulator that begins with a value
+            return sums + _product(a, b)
+        return pl.run_state(lambda accumulator: plgpu.wgmma(accumulator, a, b))(plgpu.ACC.init(sums))
 
     def _dequantise(self, codes: Ref, target: Ref, cleared: tuple[Mask, Scalar] | None) -> Ref:
         """The numbers that codes stand for, but for their scale, as an operand of a matrix instruction."""
@@ -120,22 +124,15 @@ class TensorCore:
         lines, value_dim = out.shape
         inverse = jnp.where(total > 0, value_scale / total, 0)
         self.log[...] = reference + jnp.log2(total)
-        for chunk, part in zip(value_chunks(value_dim), weighted, strict=True):
-            part *= along_rows(inverse, part)
-            lanes = self.answer.shape[1]
-            for start in range(0, chunk.size, lanes):
-                self.answer[...] = part[:, start : start + lanes]
-                plgpu.commit_smem()
-                of_out = out.at[:, pl.ds(chunk.start + start, lanes)]
-                plgpu.copy_smem_to_gmem(self.answer.at[pl.ds(0, lines)], of_out)
-                plgpu.wait_smem_to_gmem(0)
+        weighted *= along_rows(inverse, weighted)
+        lanes = self.answer.shape[1]
+        for start in range(0, value_dim, lanes):
+            self.answer[...] = weighted[:, start : start + lanes]
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(self.answer.at[pl.ds(0, lines)], out.at[:, pl.ds(start, lanes)])
+            plgpu.wait_smem_to_gmem(0)
         plgpu.copy_smem_to_gmem(self.log.at[pl.ds(0, lines)], log)
         plgpu.wait_smem_to_gmem(0)
-
-
-def value_chunks(value_dim: int) -> list[pl.Slice]:
-    """Lanes of values whose products are taken at a time: more would not fit in the registers."""
-    return lane_chunks(value_dim, value_dim if value_dim <= 128 else 64)
 
 
 def answer_lanes(value_dim: int) -> int:
