@@ -24,13 +24,14 @@ def consumer_warpgroups(value_dim: int) -> int:
 def ring_buffers(
     key_dim: int, value_dim: int, dtype: Any, pool_dtype: Any, scale_rings: int, consumers: int, facts: GpuFacts
 ) -> int:
-    """The blocks of keys, and of values, that a thread block has room for: all that memory allows, up to MOST_BUFFERS.
+    """The blocks of keys, and of values, that a thread block has room for: all that memory allows, up to
+    MOST_BUFFERS, and a multiple of `consumers`.
 
     There is one thread block a multiprocessor, so its shared memory is the ring's but for queries, weights and answers.
     Deep rings keep copies in flight: an H200 delivers 36 GB/s to each multiprocessor, so about 36 KiB must be under way
     to hide a latency of 1 µs; four buffers of 64 tokens × 256 lanes in bfloat16 are 128 KiB.
 
-    Raises ValueError if there is no room for one.
+    Raises ValueError if there is no room for one each.
     """
     size, pool_size = jnp.dtype(dtype).itemsize, jnp.dtype(pool_dtype).itemsize
     buffer = BLOCK * ((key_dim + value_dim) * pool_size + 4 * scale_rings)
@@ -41,10 +42,10 @@ def ring_buffers(
         if pool_size == 1:
             own += BLOCK * (key_dim + value_dim) * size
         other = TILE * (key_dim * size + 4) + consumers * own
-    buffers = (facts.shared_memory_bytes_per_block - RESERVED_BYTES - other) // buffer
-    if buffers < 1:
+    buffers = min((facts.shared_memory_bytes_per_block - RESERVED_BYTES - other) // buffer, MOST_BUFFERS)
+    if buffers < consumers:
         raise ValueError(
             f"{key_dim=}, {value_dim=}: a buffer of {buffer} bytes and {other} more do not fit in the "
             f"{facts.shared_memory_bytes_per_block} of {facts.name}: take smaller heads"
         )
-    return min(buffers, MOST_BUFFERS)
+    return buffers // consumers * consumers

@@ -1,8 +1,8 @@
 """Brings keys and values from their pages in GPU memory to rings in shared memory, by bulk asynchronous copies.
 
-The unit is a block of BLOCK consecutive tokens of one KV head. Keys and values have a ring each, so that the keys of the
-next block are sent for while the values of this one are still in use. One warpgroup sends (`send`), another computes
-(`keys`, `values`, and the releases); they meet at the rings' barriers only.
+The unit is a block of BLOCK consecutive tokens of one KV head. Keys and values have a ring each, so that the keys of
+the next block are sent for while the values of this one are still in use. One warpgroup sends, others take and release;
+they meet at the rings' barriers only.
 """
 
 from collections.abc import Callable
@@ -14,6 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.arguments import Attention
 from pallas_kernels.gpu.layouts import tiled
 from pallas_kernels.gpu.schedule import BLOCK
 
@@ -23,7 +24,11 @@ Scalar = Any  # a traced int32, or an int
 
 @dataclass(frozen=True)
 class Ring:
-    """Buffers of blocks, each filled by one warpgroup and used by another, in turn."""
+    """Buffers of blocks, each filled by one warpgroup and used by another, in turn.
+
+    A warpgroup that waits at a barrier counts its phases, and must see them all. So the buffers are a multiple of the
+    warpgroups that use them, and each of these always gets the same ones.
+    """
 
     slots: Ref  # SMEM [buffers, BLOCK, dim]
     scales: tuple[Ref, ...]  # SMEM Float32[buffers, BLOCK], if there is a scale for every token
@@ -75,16 +80,29 @@ class PageStream:
     scales: tuple[Ref, ...]  # GMEM Float32[total_pages, scale_lanes] of the rings that have them
     pages: Ref  # GMEM Int32[rows, width]
     page_offset: Scalar
+    attention: Attention
     row: Scalar
     kv_head: Scalar
+    queries: Scalar
     context: Scalar
 
     def page_ids(self, block: Scalar) -> list[Scalar]:
-        """The physical page under each copy of a block. Past the context it is that of the last page."""
+        """The physical page under each copy of a block; where no query sees anything of it, one that is seen."""
         page_size = self.pool.shape[2]
-        last = lax.div(self.context - 1, page_size)
-        columns = [jnp.minimum(lax.div(token, page_size), last) for token in self._tokens(block)]
+        columns = [self._seen_column(lax.div(token, page_size)) for token in self._tokens(block)]
         return [self.pages[self.row, column] + self.page_offset for column in columns]
+
+    def _seen_column(self, column: Scalar) -> Scalar:
+        """The column itself if some query sees a position of that page, or else that of another page."""
+        page_size = self.pool.shape[2]
+        column = jnp.minimum(column, lax.div(self.context - 1, page_size))
+        if self.attention.window is None:
+            return column
+        window = lax.div(jnp.maximum(self.context - self.queries + 1 - self.attention.window, 0), page_size)
+        if not self.attention.kept:
+            return jnp.maximum(column, window)
+        last_kept = (self.attention.kept - 1) // page_size
+        return jnp.where(column >= window, column, jnp.minimum(column, last_kept))
 
     def send(
         self, ring: Ring, scales: Ref | None, turn: Scalar, block: Scalar, page_ids: list[Scalar], first_lane: int

@@ -2,8 +2,8 @@
 
 Pages as in Kwon et al. 2023 (arXiv:2309.06180), a running softmax as in Dao et al. 2022 (arXiv:2205.14135), one
 warpgroup that copies for those that compute as in Shah et al. 2024 (FlashAttention-3, arXiv:2407.08608, §3.1).
-`schedule` shares the work and merges the pieces, `page_stream` brings the blocks, `tensor_core` and `cuda_core` compute,
-`block_rule` chooses the sizes; this file puts them together.
+`schedule` shares the work and merges the pieces, `page_stream` brings the blocks, `tensor_core` and `cuda_core`
+compute, `block_rule` chooses the sizes; this file puts them together.
 """
 
 from functools import partial
@@ -90,9 +90,7 @@ def paged_attention(
 
     scale_pools, key_scale, value_scale = _sort_scales(scales, kv_heads)
     consumers = consumer_warpgroups(attention.value_dim)
-    buffers = ring_buffers(
-        key_dim, attention.value_dim, q.dtype, pool.dtype, len(scale_pools), consumers, facts
-    )
+    buffers = ring_buffers(key_dim, attention.value_dim, q.dtype, pool.dtype, len(scale_pools), consumers, facts)
     workers = workers or facts.multiprocessors
     schedule = make_schedule(tiles, attention, query_lines.items, workers)
     rows = jnp.minimum(tiles.row, pages.shape[0] - 1)  # read, though not used, for tiles without queries too
@@ -163,7 +161,9 @@ class Lines:
 
 def _sort_scales(
     scales: Scales | None, kv_heads: int
-) -> tuple[tuple[Float32[Array, "total_pages scale_lanes"], ...], Float32[Array, " kv_heads"], Float32[Array, " kv_heads"]]:
+) -> tuple[
+    tuple[Float32[Array, "total_pages scale_lanes"], ...], Float32[Array, " kv_heads"], Float32[Array, " kv_heads"]
+]:
     """The pools of scales per token, and what remains for each head, of keys and of values."""
     both = (scales.key, scales.value) if scales else (jnp.float32(1), jnp.float32(1))
     per_token = tuple(scale for scale in both if scale.ndim == 2)
@@ -299,8 +299,10 @@ class _Body:
                 self.scale_pools,
                 self.pages,
                 self.page_offset[0],
+                self.attention,
                 self.row[tile],
                 kv_head,
+                self.queries[tile],
                 self.context[tile],
             )
             first, end = units
@@ -367,9 +369,7 @@ class _Body:
             softmax = lax.fori_loop(0, turns, take, own.nothing(self.attention.value_dim))
             plgpu.commit_smem()  # every warp has read the queries before they are sent for again
             plgpu.barrier_arrive(self.query_released)
-            own.write(
-                softmax, self.value_scale[kv_head], self.out.at[piece, consumer], self.log.at[piece, consumer]
-            )
+            own.write(softmax, self.value_scale[kv_head], self.out.at[piece, consumer], self.log.at[piece, consumer])
             return state
 
         self.worker.walk(of_item, jnp.int32(0))

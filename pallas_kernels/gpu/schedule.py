@@ -3,7 +3,8 @@
 An item is what one running softmax is kept for: the lines of a tile that read one KV head. It costs as many units as
 it reads blocks of BLOCK tokens. The units of all items, one after another, are cut into equal shares, as in Stream-K
 (Osama et al. 2023, arXiv:2301.03598): so one long row among short ones keeps every multiprocessor busy. An item that
-is cut leaves several pieces, which `merge` weighs by their softmax denominators, as in Flash-Decoding (Dao et al. 2023).
+is cut leaves several pieces, which `merge` weighs by their softmax denominators, as in Flash-Decoding (Dao et al.
+2023).
 """
 
 from dataclasses import dataclass
@@ -80,7 +81,7 @@ def merge(
     Piece `item + worker` is what that worker's consumers computed of that item: both only ever grow, so no two pieces
     meet. Those that nobody computed hold anything.
     """
-    number, per_tile = schedule.units.shape[0], items // schedule.units.shape[0]
+    per_tile = items // schedule.units.shape[0]
     item = jnp.arange(items, dtype=jnp.int32)
     tile = item // per_tile
     units = schedule.units[tile]

@@ -11,7 +11,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
-from pallas_kernels.gpu.layouts import MATRIX, PER_COLUMN, PER_ROW, along_columns, along_rows, filled, lane_chunks, tiled
+from pallas_kernels.gpu.layouts import (
+    MATRIX,
+    PER_COLUMN,
+    PER_ROW,
+    along_columns,
+    along_rows,
+    filled,
+    lane_chunks,
+    tiled,
+)
 from pallas_kernels.gpu.masks import LEAST_REFERENCE, UNSEEN, Mask, soft_capped
 from pallas_kernels.gpu.page_stream import Ref, Ring, Scalar
 from pallas_kernels.gpu.schedule import BLOCK
@@ -43,7 +52,9 @@ class TensorCore:
     def of(self, consumer: Scalar) -> "TensorCore":
         """What belongs to one consumer."""
         codes = tuple(of_all.at[consumer] for of_all in self.dequantised)
-        return TensorCore(self.weights.at[consumer], codes, self.answer.at[consumer], self.log.at[consumer], self.interpreted)
+        return TensorCore(
+            self.weights.at[consumer], codes, self.answer.at[consumer], self.log.at[consumer], self.interpreted
+        )
 
     @staticmethod
     def nothing(value_dim: int) -> Any:
