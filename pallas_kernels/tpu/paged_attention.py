@@ -75,6 +75,10 @@ def paged_attention(
     check_arguments(
         q, pool, pages, tiles, attention=attention, sinks=sinks, scales=scales, lane_multiple=LANES
     )
+    out_dtype = q.dtype
+    if out_dtype == jnp.float16:  # which TPUs do not load: the kernel takes the bits of the pool's numbers
+        q = q.astype(jnp.float32)
+        pool = lax.bitcast_convert_type(pool, jnp.int16) if pool.dtype == jnp.float16 else pool
     number, tokens, q_heads, key_dim = q.shape
     _, kv_heads, page_size, lanes = pool.shape
     value_dim = attention.value_dim
@@ -152,7 +156,7 @@ def paged_attention(
     if halves:
         out = cores.join(out, shares, halves)
     out = out.reshape(number, kv_heads, tokens, -1, value_dim).swapaxes(1, 2)
-    return out.reshape(number, tokens, q_heads, value_dim)
+    return out.reshape(number, tokens, q_heads, value_dim).astype(out_dtype)
 
 
 def _of_lines(x: Array, shape: tuple[int, int, int, int], kv_heads: int) -> Array:

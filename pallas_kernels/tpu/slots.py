@@ -5,7 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float, Float32, Int16
 
 LANES = 128
 
@@ -22,9 +22,11 @@ def load_slots(
     head: int,
     dtype: jnp.dtype,
 ) -> Float[Array, "tokens lanes"]:
-    """The slots of one head, token after token, as `dtype`."""
+    """The slots of one head, token after token, as `dtype`. Numbers of int16 are the bits of float16."""
     stored = block[:, head]
-    if stored.dtype != dtype:
+    if stored.dtype == jnp.int16:
+        stored = _from_float16_bits(stored)
+    elif stored.dtype != dtype:
         stored = stored.astype(jnp.float32).astype(dtype)
     return stored.reshape(-1, stored.shape[-1])
 
@@ -36,17 +38,31 @@ def load_token_scales(
 ) -> Float32[Array, "1 tokens"]:
     """The scales of one head, token after token, from rows of pages where they begin at lane head · page_size."""
     column, lane = divmod(head * page_size, LANES)
-    of_pages = rows[:, column * LANES : (column + 1) * LANES]
+    lanes = slice(column * LANES, (column + 1) * LANES)
     pages_per_column = LANES // page_size
-    if pages_per_column == 1:
-        return jnp.concatenate([of_pages[page : page + 1] for page in range(of_pages.shape[0])], axis=1)
-    # Page p's scales turn to the lanes where its tokens stand among those of `pages_per_column` pages; then the rows of
-    # these pages are laid over each other.
-    turned = pltpu.roll(of_pages, (-lane) % LANES, 1, stride=page_size, stride_axis=0)
-    row = lax.broadcasted_iota(jnp.int32, turned.shape, 0)
-    place = lax.broadcasted_iota(jnp.int32, turned.shape, 1) >> (page_size.bit_length() - 1)
     columns = []
-    for first in range(0, of_pages.shape[0], pages_per_column):
-        own = jnp.where(row - first == place, turned, 0)
-        columns.append(own.sum(axis=0, keepdims=True))
+    for first in range(0, rows.shape[0], pages_per_column):
+        of_pages = rows[first : first + pages_per_column, lanes]
+        if pages_per_column > 1:
+            # Each page's scales turn to the lanes where its tokens stand among those of these pages; then the rows are
+            # laid over each other. Heads share most of the turns.
+            row = lax.broadcasted_iota(jnp.int32, of_pages.shape, 0)
+            place = lax.broadcasted_iota(jnp.int32, of_pages.shape, 1) >> (page_size.bit_length() - 1)
+            own = jnp.zeros_like(of_pages)
+            for page in range(pages_per_column):
+                turned = pltpu.roll(of_pages, (page * page_size - lane) % LANES, 1)
+                own = jnp.where((row == page) & (place == page), turned, own)
+            of_pages = own.sum(axis=0, keepdims=True)
+        columns.append(of_pages)
     return jnp.concatenate(columns, axis=1)
+
+
+def _from_float16_bits(bits: Int16[Array, "*shape"]) -> Float32[Array, "*shape"]:
+    """The float16 numbers of these bits, exactly. TPUs neither load float16 nor keep float32 subnormals."""
+    bits = bits.astype(jnp.int32)
+    magnitude = bits & 0x7FFF
+    rebias = jnp.where(magnitude >= 0x7C00, (255 - 31) << 23, (127 - 15) << 23)  # of infinities and NaNs; of others
+    normal = lax.bitcast_convert_type((magnitude << 13) + rebias, jnp.float32)
+    subnormal = magnitude.astype(jnp.float32) * 2.0**-24
+    number = jnp.where(magnitude < 0x0400, subnormal, normal)
+    return jnp.where(bits < 0, -number, number)

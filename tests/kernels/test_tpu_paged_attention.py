@@ -10,6 +10,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax._src.lib import tpu as tpu_dialect
 from jax.experimental.pallas import tpu as pltpu
@@ -18,6 +19,7 @@ from jaxlib.mlir import ir
 from pallas_kernels.arguments import Attention, Tiles
 from pallas_kernels.hardware import TPU_V5P, TPU_V6E
 from pallas_kernels.tpu import paged_attention as kernel
+from pallas_kernels.tpu import slots
 from pallas_kernels.tpu.page_stream import PageStream
 from tests.kernels import contract
 
@@ -77,3 +79,9 @@ LONG_ROW = replace(CASES["long-2:1x64-page16-bfloat16"], lengths=(700, 5), tiles
 @pytest.mark.parametrize("change", [{}, {"window": 500, "kept": 130}, {"sinks": True}], ids=str)
 def test_two_cores_share_one_long_row(change):
     run(replace(LONG_ROW, **change), facts=TPU_V5P, interpret=TWO_CORES)
+
+
+def test_float16_numbers_are_rebuilt_exactly():
+    bits = jnp.arange(2**16, dtype=jnp.int32).astype(jnp.int16)
+    rebuilt = slots._from_float16_bits(bits)
+    np.testing.assert_array_equal(rebuilt, np.asarray(bits).view(np.float16).astype(np.float32))
