@@ -81,7 +81,7 @@ class PageStream:
         """The scratch memory of a stream of `sources` (anything with a shape and a dtype)."""
         return [
             tuple(pltpu.VMEM((buffers, pages_per_block, *source.shape[1:]), source.dtype) for source in sources),
-            pltpu.SMEM((TABLE_SLICES, SLICE), jnp.int32),
+            pltpu.SMEM((TABLE_SLICES * SLICE,), jnp.int32),
             pltpu.SMEM((6,), jnp.int32),
             pltpu.SemaphoreType.DMA((buffers,)),
             pltpu.SemaphoreType.DMA((TABLE_SLICES,)),
@@ -141,10 +141,12 @@ class PageStream:
 
             buffer = self._buffer(self.position[BLOCKS_STARTED])
             slice_buffer = (self.position[SLICES_TAKEN] - 1) & (TABLE_SLICES - 1)
-            first_entry = (block & (self.blocks_per_slice - 1)) * self.pages_per_block
+            first_entry = slice_buffer * SLICE + (block & (self.blocks_per_slice - 1)) * self.pages_per_block
+
+            page_offset = self.page_offset[0]
 
             def start(index):
-                page = self.slices[slice_buffer, first_entry + index] + self.page_offset[0]
+                page = self.slices[first_entry + index] + page_offset
                 for copy in self._page_copies(page, buffer, index):
                     copy.start()
 
@@ -236,8 +238,9 @@ class PageStream:
 
     def _slice_copy(self, tile: Scalar, slice_: Scalar, buffer: Scalar) -> Any:
         entries = pl.ds(pl.multiple_of(slice_ * SLICE, SLICE), SLICE)
+        half = pl.ds(pl.multiple_of(buffer * SLICE, SLICE), SLICE)
         return pltpu.make_async_copy(
-            self.pages.at[self.tiles.row[tile], entries], self.slices.at[buffer], self.slice_arrived.at[buffer]
+            self.pages.at[self.tiles.row[tile], entries], self.slices.at[half], self.slice_arrived.at[buffer]
         )
 
     def _slice_of(self, block: Scalar) -> Scalar:

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Float32, Int32, Shaped
 from pallas_kernels.arguments import Attention, Scales, Tiles, check_arguments
 from pallas_kernels.hardware import TpuFacts
 from pallas_kernels.tpu import cores
-from pallas_kernels.tpu.block_rule import choose_blocks
+from pallas_kernels.tpu.block_rule import Shape, choose_blocks
 from pallas_kernels.tpu.page_stream import SLICE, PageStream, TileRefs
 from pallas_kernels.tpu.running_softmax import LANES, RunningSoftmax, matmul
 from pallas_kernels.tpu.slots import load_slots, load_token_scales, product_dtype
@@ -84,7 +84,10 @@ def paged_attention(
     value_dim = attention.value_dim
     lines = tokens * (q_heads // kv_heads)
     token_scales, head_scales = _sort_scales(scales, attention, kv_heads)
-    blocks = choose_blocks(q, pool, token_scales, value_dim=value_dim, facts=facts, pages_per_block=pages_per_block)
+    shape = Shape(
+        kv_heads, lines, key_dim, value_dim, page_size, lanes, q.dtype, pool.dtype, scales_per_token=len(token_scales)
+    )
+    blocks = choose_blocks(shape, facts, pages_per_block=pages_per_block)
     shares = cores.shares(tiles, attention, blocks.pages * page_size, facts.tensor_cores)
 
     def tile_of(core, step, row, queries, context, shares, *_):
