@@ -49,7 +49,7 @@ def paged_attention(
     """Causal attention of tiles of queries over the pages of their rows, as `pallas_kernels.reference` defines it.
 
     Args:
-      q: bfloat16, float16 or float32. Query head h reads KV head h // (q_heads / kv_heads). Places without a query may
+      q: bfloat16, float32, or float16 with a quantised pool. Query head h reads KV head h // (q_heads / kv_heads). Places without a query may
         hold anything.
       pool: the pages of all layers, in the dtype of q, or quantised: float8_e4m3fn, float8_e5m2, int8. A slot holds
         its key in lanes [0, key_dim), its value in lanes [key_dim, key_dim + value_dim) and anything at all up to the
@@ -70,15 +70,20 @@ def paged_attention(
     float32 (Precision.HIGHEST). Cost: each tile reads the pages that its queries see once, and computes whole blocks of
     them; a chip with two cores shares the blocks of all tiles evenly between them.
 
-    Raises ValueError for shapes, dtypes and sizes that the kernel does not take.
+    Raises ValueError for shapes, dtypes and sizes that the kernel does not take, NotImplementedError for a pool of
+    float16.
     """
     check_arguments(
         q, pool, pages, tiles, attention=attention, sinks=sinks, scales=scales, lane_multiple=LANES
     )
+    if pool.dtype == jnp.float16:
+        # Mosaic takes no argument of float16, and its bits as int16 cost XLA a copy of the whole pool.
+        raise NotImplementedError(
+            f"{pool.dtype=} on {facts.name}; keep keys and values in bfloat16, float32, float8 or int8 on a TPU"
+        )
     out_dtype = q.dtype
-    if out_dtype == jnp.float16:  # which TPUs do not load: the kernel takes the bits of the pool's numbers
+    if out_dtype == jnp.float16:
         q = q.astype(jnp.float32)
-        pool = lax.bitcast_convert_type(pool, jnp.int16) if pool.dtype == jnp.float16 else pool
     number, tokens, q_heads, key_dim = q.shape
     _, kv_heads, page_size, lanes = pool.shape
     value_dim = attention.value_dim

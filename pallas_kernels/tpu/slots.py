@@ -5,7 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Float32, Int16
+from jaxtyping import Array, Float, Float32
 
 LANES = 128
 
@@ -13,7 +13,7 @@ Ref = Any  # a Pallas reference
 
 
 def product_dtype(query_dtype: jnp.dtype) -> jnp.dtype:
-    """What products are made of. Every stored dtype but float32 and float16 is exact in bfloat16."""
+    """What products are made of. Quantised numbers are exact in either."""
     return jnp.dtype(jnp.bfloat16 if query_dtype == jnp.bfloat16 else jnp.float32)
 
 
@@ -22,11 +22,9 @@ def load_slots(
     head: int,
     dtype: jnp.dtype,
 ) -> Float[Array, "tokens lanes"]:
-    """The slots of one head, token after token, as `dtype`. Numbers of int16 are the bits of float16."""
+    """The slots of one head, token after token, as `dtype`."""
     stored = block[:, head]
-    if stored.dtype == jnp.int16:
-        stored = _from_float16_bits(stored)
-    elif stored.dtype != dtype:
+    if stored.dtype != dtype:
         stored = stored.astype(jnp.float32).astype(dtype)
     return stored.reshape(-1, stored.shape[-1])
 
@@ -55,14 +53,3 @@ def load_token_scales(
             of_pages = own.sum(axis=0, keepdims=True)
         columns.append(of_pages)
     return jnp.concatenate(columns, axis=1)
-
-
-def _from_float16_bits(bits: Int16[Array, "*shape"]) -> Float32[Array, "*shape"]:
-    """The float16 numbers of these bits, exactly. TPUs neither load float16 nor keep float32 subnormals."""
-    bits = bits.astype(jnp.int32)
-    magnitude = bits & 0x7FFF
-    rebias = jnp.where(magnitude >= 0x7C00, (255 - 31) << 23, (127 - 15) << 23)  # of infinities and NaNs; of others
-    normal = lax.bitcast_convert_type((magnitude << 13) + rebias, jnp.float32)
-    subnormal = magnitude.astype(jnp.float32) * 2.0**-24
-    number = jnp.where(magnitude < 0x0400, subnormal, normal)
-    return jnp.where(bits < 0, -number, number)
