@@ -73,9 +73,7 @@ def paged_attention(
     Raises ValueError for shapes, dtypes and sizes that the kernel does not take, NotImplementedError for a pool of
     float16.
     """
-    check_arguments(
-        q, pool, pages, tiles, attention=attention, sinks=sinks, scales=scales, lane_multiple=LANES
-    )
+    check_arguments(q, pool, pages, tiles, attention=attention, sinks=sinks, scales=scales, lane_multiple=LANES)
     if pool.dtype == jnp.float16:
         # Mosaic takes no argument of float16, and its bits as int16 cost XLA a copy of the whole pool.
         raise NotImplementedError(
@@ -116,9 +114,10 @@ def paged_attention(
             _kernel,
             attention=attention,
             tokens=tokens,
-            scales_per_token=tuple(scales is not None and scale.ndim == 2 for scale in (scales.key, scales.value))
-            if scales
-            else (False, False),
+            scales_per_token=(
+                scales is not None and scales.key.ndim == 2,
+                scales is not None and scales.value.ndim == 2,
+            ),
         ),
         out_shape=(
             struct((number + facts.tensor_cores - 1, kv_heads, lines, value_dim), q.dtype),
@@ -168,7 +167,7 @@ def paged_attention(
 
 
 def _of_lines(x: Array, shape: tuple[int, int, int, int], kv_heads: int) -> Array:
-    """[tiles, tokens, q_heads, dim] as [tiles, kv_heads, lines, dim]: a line is a place and a query head of the group."""
+    """[tiles, tokens, q_heads, dim] as [tiles, kv_heads, lines, dim]; a line is a place and a head of the group."""
     number, tokens, q_heads, dim = shape
     grouped = jnp.broadcast_to(x, shape).reshape(number, tokens, kv_heads, q_heads // kv_heads, dim)
     return grouped.swapaxes(1, 2).reshape(number, kv_heads, -1, dim)
@@ -197,8 +196,8 @@ def _kernel(
     sources: tuple[Ref, ...],
     out: Ref,
     halves: tuple[Ref, ...],
-    softmax: list[Ref],
-    stream: list[Ref],
+    softmax_refs: list[Ref],
+    stream_refs: list[Ref],
     *,
     attention: Attention,
     tokens: int,
@@ -207,8 +206,8 @@ def _kernel(
     """One tile. Its blocks were sent for by earlier grid steps; it sends for those that follow."""
     core, step = pl.program_id(0), pl.program_id(1)
     tiles = TileRefs(row, queries, context, shares, core, attention)
-    stream = PageStream(tiles, pages, page_offset, sources, *stream)
-    softmax = RunningSoftmax(*softmax)
+    stream = PageStream(tiles, pages, page_offset, sources, *stream_refs)
+    softmax = RunningSoftmax(*softmax_refs)
     tile = tiles.first + step
 
     @pl.when(step == 0)

@@ -56,6 +56,6 @@ class Visibility:
     def _place(self, shape: tuple[int, int]) -> Int32[Array, "lines lanes"]:
         if self.tokens == 1:
             return jnp.zeros(shape, jnp.int32)
-        # TPUs do not divide vectors of integers. This is exact: the quotient is never within rounding of a whole number.
+        # TPUs do not divide vectors of integers. Exact: no quotient is within rounding of a whole number.
         line = lax.broadcasted_iota(jnp.int32, shape, 0).astype(jnp.float32)
         return ((line + 0.5) * (self.tokens / self.lines)).astype(jnp.int32)
