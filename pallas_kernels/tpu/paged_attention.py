@@ -49,8 +49,8 @@ def paged_attention(
     """Causal attention of tiles of queries over the pages of their rows, as `pallas_kernels.reference` defines it.
 
     Args:
-      q: bfloat16, float32, or float16 with a quantised pool. Query head h reads KV head h // (q_heads / kv_heads). Places without a query may
-        hold anything.
+      q: bfloat16, float32, or float16 with a quantised pool. Query head h reads KV head h // (q_heads / kv_heads).
+        Places without a query may hold anything.
       pool: the pages of all layers, in the dtype of q, or quantised: float8_e4m3fn, float8_e5m2, int8. A slot holds
         its key in lanes [0, key_dim), its value in lanes [key_dim, key_dim + value_dim) and anything at all up to the
         next multiple of 128.
@@ -66,8 +66,8 @@ def paged_attention(
       pages_per_block: pages that one step brings in and computes, a power of two; None chooses by `block_rule`.
       interpret: as in `pl.pallas_call`.
 
-    Softmax statistics are float32. Products of bfloat16 accumulate in float32; those of float32 and float16 are exact to
-    float32 (Precision.HIGHEST). Cost: each tile reads the pages that its queries see once, and computes whole blocks of
+    Softmax statistics are float32. Products of bfloat16 accumulate in float32; those of float32 and float16 queries are
+    exact to float32 (Precision.HIGHEST). Cost: each tile reads the pages that its queries see once, and computes whole blocks of
     them; a chip with two cores shares the blocks of all tiles evenly between them.
 
     Raises ValueError for shapes, dtypes and sizes that the kernel does not take, NotImplementedError for a pool of
@@ -166,7 +166,7 @@ def paged_attention(
     return out.reshape(number, tokens, q_heads, value_dim).astype(out_dtype)
 
 
-def _of_lines(x: Array, shape: tuple[int, int, int, int], kv_heads: int) -> Array:
+def _of_lines(x: Array, shape: tuple[int, ...], kv_heads: int) -> Array:
     """[tiles, tokens, q_heads, dim] as [tiles, kv_heads, lines, dim]; a line is a place and a head of the group."""
     number, tokens, q_heads, dim = shape
     grouped = jnp.broadcast_to(x, shape).reshape(number, tokens, kv_heads, q_heads // kv_heads, dim)
@@ -178,7 +178,7 @@ def _sort_scales(
 ) -> tuple[tuple[Float32[Array, "total_pages scale_lanes"], ...], Float32[Array, "2 kv_heads"]]:
     """The pools of scales per token, and what remains for each head: of logits in row 0, of values in row 1."""
     both = (scales.key, scales.value) if scales else (1.0, 1.0)
-    per_token = tuple(scale for scale in both if jnp.ndim(scale) == 2)
+    per_token = tuple(jnp.asarray(scale) for scale in both if jnp.ndim(scale) == 2)
     per_head = [jnp.broadcast_to(1.0 if jnp.ndim(scale) == 2 else scale, (kv_heads,)) for scale in both]
     return per_token, jnp.stack(per_head).astype(jnp.float32) * jnp.array([[attention.scale], [1.0]], jnp.float32)
 
