@@ -67,8 +67,8 @@ def paged_attention(
       interpret: as in `pl.pallas_call`.
 
     Softmax statistics are float32. Products of bfloat16 accumulate in float32; those of float32 and float16 queries are
-    exact to float32 (Precision.HIGHEST). Cost: each tile reads the pages that its queries see once, and computes whole blocks of
-    them; a chip with two cores shares the blocks of all tiles evenly between them.
+    exact to float32 (Precision.HIGHEST). Cost: each tile reads the pages that its queries see once, and computes whole
+    blocks of them; a chip with two cores shares the blocks of all tiles evenly between them.
 
     Raises ValueError for shapes, dtypes and sizes that the kernel does not take, NotImplementedError for a pool of
     float16.
