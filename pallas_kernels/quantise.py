@@ -1,0 +1,56 @@
+"""What is stored of new keys and values: rounded to the pool's dtype, by a scale where it is a quantised one."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Shaped
+
+from pallas_kernels.arguments import QUANTISED_DTYPES
+
+
+def quantise(
+    tokens: Float[Array, "packed kv_heads dim"], scale: Float32[Array, "*shape"], dtype: jnp.dtype
+) -> Shaped[Array, "packed kv_heads dim"]:
+    """tokens / scale in a quantised dtype: rounded to nearest even, saturating, NaN kept where there is one.
+
+    `scale` is one number, or one a head `[kv_heads]`, or one a token and head `[packed, kv_heads]`. Where it is 0, so is
+    the result.
+    """
+    scale = jnp.broadcast_to(scale, tokens.shape[:2])[..., None]
+    exact = jnp.where(scale > 0, tokens.astype(jnp.float32) / jnp.where(scale > 0, scale, 1), 0)
+    limits = jnp.iinfo(dtype) if dtype == jnp.int8 else jnp.finfo(dtype)
+    return _round(jnp.clip(exact, float(limits.min), float(limits.max)), dtype)
+
+
+def token_scales(tokens: Float[Array, "packed kv_heads dim"], dtype: jnp.dtype) -> Float32[Array, "packed kv_heads"]:
+    """The scale at which each token of each head fills the range of a quantised dtype; 0 for a token of zeros."""
+    largest = jnp.iinfo(dtype).max if dtype == jnp.int8 else jnp.finfo(dtype).max
+    return jnp.abs(tokens.astype(jnp.float32)).max(axis=-1) / float(largest)
+
+
+def stored_tokens(
+    tensors: tuple[Float[Array, "packed kv_heads _"], ...],
+    scales: tuple[Float32[Array, "*shape"], ...] | None,
+    pool: Shaped[Array, "total_pages kv_heads page_size lanes"],
+) -> tuple[Shaped[Array, "packed kv_heads lanes"], tuple[Float32[Array, "packed kv_heads"], ...] | None]:
+    """New tokens as a pool's slots hold them, tensors side by side, lanes beyond them zero; and scales made for them.
+
+    The scales are those of each token and head where `scales` has one a token, for each of the tensors; else None.
+    """
+    made = None
+    if pool.dtype in QUANTISED_DTYPES:
+        assert scales is not None, "the arguments were checked"
+        if scales[0].ndim == 2:
+            made = tuple(token_scales(tensor, pool.dtype) for tensor in tensors)
+        pairs = zip(tensors, made or scales, strict=True)
+        stored = [quantise(tensor, scale, pool.dtype) for tensor, scale in pairs]
+    else:
+        stored = [tensor.astype(pool.dtype) for tensor in tensors]
+    tokens = jnp.concatenate(stored, axis=-1)
+    return jnp.pad(tokens, ((0, 0), (0, 0), (0, pool.shape[-1] - tokens.shape[-1]))), made
+
+
+def _round(values: Float32[Array, "..."], dtype: jnp.dtype) -> Shaped[Array, "..."]:
+    """Values in the range of `dtype`, to the nearest it has, ties to even."""
+    if dtype == jnp.int8:
+        return jnp.round(values).astype(jnp.int8)
+    return jax.lax.convert_element_type(values, dtype)
