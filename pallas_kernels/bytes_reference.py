@@ -5,9 +5,10 @@ Each op leaves every bit that it does not name as it was, and runs in place wher
 """
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Float32, Int32, Shaped
 
-from pallas_kernels.quantise import stored_tokens
+from pallas_kernels.quantise import as_bits, stored_tokens
 
 
 def append(
@@ -35,7 +36,8 @@ def append(
     total_pages, kv_heads, page_size, _ = pool.shape
     tokens, made = stored_tokens(tensors, scales, pool)
     page = jnp.where(page >= 0, page, total_pages)  # or it would count from the end
-    pool = pool.at[page, :, offset].set(tokens, mode="drop")
+    stored = as_bits(pool).at[page, :, offset].set(as_bits(tokens), mode="drop")
+    pool = lax.bitcast_convert_type(stored, pool.dtype)
     if made is not None and scales is not None:
         lanes = jnp.arange(kv_heads) * page_size + offset[:, None]
         pairs = zip(scales, made, strict=True)
@@ -63,7 +65,8 @@ def gather_pages(
     pool: Shaped[Array, "total_pages *page"], pages: Int32[Array, " pages"], *, num_pages: int
 ) -> Shaped[Array, "layers pages *page"]:
     """The bytes of pages, in all layers; zeros for a number out of range."""
-    return pool.at[_places(pool, pages, num_pages)].get(mode="fill", fill_value=0)
+    images = as_bits(pool).at[_places(pool, pages, num_pages)].get(mode="fill", fill_value=0)
+    return lax.bitcast_convert_type(images, pool.dtype)
 
 
 def write_pages(
@@ -77,14 +80,16 @@ def write_pages(
 
     No page stands twice.
     """
-    return pool.at[_places(pool, pages, num_pages)].set(images, mode="drop")
+    bits = as_bits(pool).at[_places(pool, pages, num_pages)].set(as_bits(images), mode="drop")
+    return lax.bitcast_convert_type(bits, pool.dtype)
 
 
 def scrub_pages(
     pool: Shaped[Array, "total_pages *page"], pages: Int32[Array, " pages"], *, num_pages: int
 ) -> Shaped[Array, "total_pages *page"]:
     """Makes every byte of these pages zero, in all layers; a number out of range means none."""
-    return pool.at[_places(pool, pages, num_pages)].set(0, mode="drop")
+    bits = as_bits(pool).at[_places(pool, pages, num_pages)].set(0, mode="drop")
+    return lax.bitcast_convert_type(bits, pool.dtype)
 
 
 def _in_range(pages: Int32[Array, " pages"], num_pages: int) -> Shaped[Array, " pages"]:

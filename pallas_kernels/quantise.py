@@ -1,8 +1,8 @@
 """What is stored of new keys and values: rounded to the pool's dtype, by a scale where it is a quantised one."""
 
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Shaped
+from jax import lax
+from jaxtyping import Array, Float, Float32, Shaped, UInt
 
 from pallas_kernels.arguments import QUANTISED_DTYPES
 
@@ -18,13 +18,15 @@ def quantise(
     scale = jnp.broadcast_to(scale, tokens.shape[:2])[..., None]
     exact = jnp.where(scale > 0, tokens.astype(jnp.float32) / jnp.where(scale > 0, scale, 1), 0)
     limits = jnp.iinfo(dtype) if dtype == jnp.int8 else jnp.finfo(dtype)
-    return _round(jnp.clip(exact, float(limits.min), float(limits.max)), dtype)
+    exact = jnp.clip(exact, float(limits.min), float(limits.max))
+    return (jnp.round(exact) if dtype == jnp.int8 else exact).astype(dtype)
 
 
 def token_scales(tokens: Float[Array, "packed kv_heads dim"], dtype: jnp.dtype) -> Float32[Array, "packed kv_heads"]:
     """The scale at which each token of each head fills the range of a quantised dtype; 0 for a token of zeros."""
     largest = jnp.iinfo(dtype).max if dtype == jnp.int8 else jnp.finfo(dtype).max
-    return jnp.abs(tokens.astype(jnp.float32)).max(axis=-1) / float(largest)
+    # Times the inverse, which compilers make of a division by a constant in any case: now all agree on the last bit.
+    return jnp.abs(tokens.astype(jnp.float32)).max(axis=-1) * jnp.float32(1 / float(largest))
 
 
 def stored_tokens(
@@ -49,8 +51,6 @@ def stored_tokens(
     return jnp.pad(tokens, ((0, 0), (0, 0), (0, pool.shape[-1] - tokens.shape[-1]))), made
 
 
-def _round(values: Float32[Array, "..."], dtype: jnp.dtype) -> Shaped[Array, "..."]:
-    """Values in the range of `dtype`, to the nearest it has, ties to even."""
-    if dtype == jnp.int8:
-        return jnp.round(values).astype(jnp.int8)
-    return jax.lax.convert_element_type(values, dtype)
+def as_bits(values: Shaped[Array, "*shape"]) -> UInt[Array, "*shape"]:
+    """The bits of each element as an unsigned integer. XLA moves these as they are, but may make NaNs of others alike."""
+    return lax.bitcast_convert_type(values, jnp.dtype(f"uint{8 * values.dtype.itemsize}"))

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Float32, Int32, Shaped, UInt32
 
 from pallas_kernels.bytes_arguments import check_append_arguments
 from pallas_kernels.hardware import TpuFacts
-from pallas_kernels.quantise import stored_tokens
+from pallas_kernels.quantise import as_bits, stored_tokens
 from pallas_kernels.tpu.dtypes import check_dtype
 from pallas_kernels.tpu.page_stream import Ref, Scalar
 from pallas_kernels.tpu.rewrite import Unit, rewrite
@@ -76,7 +76,7 @@ def strip_of(pool: Shaped[Array, "total_pages kv_heads page_size lanes"]) -> Uni
         new = (old & ~mask) | (token[...] & mask)
         strip[...] = pltpu.bitcast(jnp.where(row == lax.div(slot, packing), new, old), strip.dtype)
 
-    return Unit(STRIP, (kv_heads, STRIP, lanes), place, merge)
+    return Unit(STRIP, True, (kv_heads, STRIP, lanes), place, merge)
 
 
 def scale_row_of(scales: Float32[Array, "total_pages scale_lanes"], pool: Array) -> Unit:
@@ -91,15 +91,15 @@ def scale_row_of(scales: Float32[Array, "total_pages scale_lanes"], pool: Array)
         taken = (lax.rem(lane, page_size) == slot) & (lane < kv_heads * page_size)
         row[...] = jnp.where(taken, token[...], row[...])
 
-    return Unit(page_size, (1, scales.shape[1]), place, merge)
+    filled = scales.shape[1] == kv_heads * page_size
+    return Unit(page_size, filled, (1, scales.shape[1]), place, merge)
 
 
 def _words(tokens: Shaped[Array, "packed kv_heads lanes"]) -> UInt32[Array, "packed kv_heads 1 lanes"]:
     """Each element's bits, as often as they fit into a word: wherever its slot is in a word, there they are."""
     bits = 8 * tokens.dtype.itemsize
-    words = lax.bitcast_convert_type(tokens, jnp.dtype(f"uint{bits}")).astype(jnp.uint32)
     copies = sum(1 << shift for shift in range(0, 32, bits))
-    return (words * jnp.uint32(copies))[:, :, None]
+    return (as_bits(tokens).astype(jnp.uint32) * jnp.uint32(copies))[:, :, None]
 
 
 def _rows(

@@ -30,12 +30,14 @@ class Unit:
 
     Attributes:
       tokens: consecutive token positions of a page that one unit holds, aligned.
+      filled: whether these are all there is to it, so that it need not be read where all of them are new.
       shape: of a unit's buffer in VMEM, in the array's dtype.
       place: the unit of a reference to the array: `place(array, page, first_slot)`.
       merge: puts a token `[…]` of the new ones into the buffer, at a slot of the unit: `merge(buffer, token, slot)`.
     """
 
     tokens: int
+    filled: bool
     shape: tuple[int, ...]
     place: Callable[[Ref, Scalar, Scalar], Ref]
     merge: Callable[[Ref, Ref, Scalar], None]
@@ -55,7 +57,7 @@ def rewrite(
     """Merges each token `new[i]` into slot `offset[i]` of page `page[i]`; pages out of range are dropped.
 
     In place if `array` is donated. Tokens of one unit must be neighbours in the list; those dropped between them do not
-    count as such. A unit that is wholly new is not read.
+    count as such.
     """
     cores = facts.tensor_cores
     buffers = ring_buffers(unit, array.dtype, new, facts)
@@ -152,7 +154,7 @@ class _Runs:
         self.runs[FIRST, buffer] = first
         self.runs[TOKENS, buffer] = end - first
 
-        @pl.when(end - first < self.unit.tokens)
+        @pl.when(self._is_read(buffer))
         def read():
             self._read(buffer).start()
 
@@ -176,11 +178,14 @@ class _Runs:
         self._write(buffer).wait()
 
     def _wait_arrived(self, buffer: Scalar) -> None:
-        @pl.when(self.runs[TOKENS, buffer] < self.unit.tokens)
+        @pl.when(self._is_read(buffer))
         def wait():
             self._read(buffer).wait()
 
         self._each_token(buffer, lambda index: self._token(0, buffer, index).wait())
+
+    def _is_read(self, buffer: Scalar) -> Scalar:
+        return (self.runs[TOKENS, buffer] < self.unit.tokens) | (not self.unit.filled)
 
     def _each_token(self, buffer: Scalar, step: Callable[[Scalar], None]) -> None:
         lax.fori_loop(0, self.runs[TOKENS, buffer], lambda index, _: step(index), None)
@@ -212,9 +217,7 @@ class _Runs:
         return pltpu.make_async_copy(self.ring.at[buffer], self._place(buffer), self.written.at[buffer])
 
     def _token(self, first: Scalar, buffer: Scalar, index: Scalar) -> Any:
-        return pltpu.make_async_copy(
-            self.new.at[first + index], self.tokens.at[buffer, index], self.arrived.at[buffer]
-        )
+        return pltpu.make_async_copy(self.new.at[first + index], self.tokens.at[buffer, index], self.arrived.at[buffer])
 
 
 def _kernel(runs: _Runs) -> None:
