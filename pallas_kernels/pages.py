@@ -51,12 +51,12 @@ def gather_pages(
     """
     check_page_list(pool, pages, num_pages)
     layers, asked = pool.shape[0] // num_pages, pages.shape[0]
-    images = jax.ShapeDtypeStruct((layers * asked, *pool.shape[1:]), pool.dtype)
+    shape = jax.ShapeDtypeStruct((layers * asked, *pool.shape[1:]), pool.dtype)
     places = jnp.arange(asked, dtype=jnp.int32)
-    images = _move(pool, images, pages, places, num_pages, asked, facts, interpret)
+    written = _move(pool, shape, pages, places, num_pages, asked, facts, interpret)
     # The images are a pool themselves, of which the places of no page are not written yet.
     missing = jnp.where((pages >= 0) & (pages < num_pages), asked, places)
-    images = scrub_pages(images, missing, num_pages=asked, facts=facts, interpret=interpret)
+    images = scrub_pages(written, missing, num_pages=asked, facts=facts, interpret=interpret)
     return images.reshape(layers, asked, *pool.shape[1:])
 
 

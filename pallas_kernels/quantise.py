@@ -12,8 +12,8 @@ def quantise(
 ) -> Shaped[Array, "packed kv_heads dim"]:
     """tokens / scale in a quantised dtype: rounded to nearest even, saturating, NaN kept where there is one.
 
-    `scale` is one number, or one a head `[kv_heads]`, or one a token and head `[packed, kv_heads]`. Where it is 0, so is
-    the result.
+    `scale` is one number, or one a head `[kv_heads]`, or one a token and head `[packed, kv_heads]`. Where it is 0, so
+    is the result.
     """
     scale = jnp.broadcast_to(scale, tokens.shape[:2])[..., None]
     exact = jnp.where(scale > 0, tokens.astype(jnp.float32) / jnp.where(scale > 0, scale, 1), 0)
@@ -52,5 +52,5 @@ def stored_tokens(
 
 
 def as_bits(values: Shaped[Array, "*shape"]) -> UInt[Array, "*shape"]:
-    """The bits of each element as an unsigned integer. XLA moves these as they are, but may make NaNs of others alike."""
+    """Each element's bits as an unsigned integer. XLA moves these as they are, but may make all NaNs alike."""
     return lax.bitcast_convert_type(values, jnp.dtype(f"uint{8 * values.dtype.itemsize}"))

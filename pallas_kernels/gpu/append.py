@@ -5,7 +5,6 @@ move bits, whatever the dtype; no other slot is read or written.
 """
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -49,7 +48,8 @@ def append(
             "copied at once: pad the lanes, or shard the heads"
         )
     tokens, made = stored_tokens(tensors, scales, pool)
-    columns = [pl.ds(start, min(BOX, lanes - start)) for start in range(0, lanes, BOX)]
+    widths = [min(BOX, lanes - start) for start in range(0, lanes, BOX)]
+    columns = [pl.ds(index * BOX, width) for index, width in enumerate(widths)]
     slots = [jax.new_ref(array) for array in (pool, *((scales or ()) if made else ()))]
 
     def body(page, offset, tokens, *refs):
@@ -77,7 +77,7 @@ def append(
         body,
         out_type=(),
         scratch_types=[
-            [plgpu.SMEM((kv_heads, column.size), pool.dtype) for column in columns],
+            [plgpu.SMEM((kv_heads, width), pool.dtype) for width in widths],
             plgpu.Barrier(num_arrivals=len(columns)),
         ],
         grid=(page.shape[0],),

@@ -56,7 +56,6 @@ def move_pages(
         return array.reshape(array.shape[0] * chunks, rows, lanes)
 
     workers = facts.multiprocessors * THREAD_BLOCKS_PER_MULTIPROCESSOR
-    new = isinstance(target, jax.ShapeDtypeStruct)
 
     def body(pairs, count, *refs):
         source, target, ring, arrived = (refs[0], *refs[-3:])
@@ -90,12 +89,12 @@ def move_pages(
         lax.fori_loop(0, steps, take, None)
         plgpu.wait_smem_to_gmem(0)
 
-    memory = None if new else jax.new_ref(in_chunks(target))
-    arrays = [memory if source is None else in_chunks(source)]
-    arrays += [] if new or source is None else [memory]
-    out = plgpu.kernel(
+    shape = (target.shape[0] * chunks, rows, lanes)
+    memory = [] if isinstance(target, jax.ShapeDtypeStruct) else [jax.new_ref(in_chunks(target))]
+    arrays = [] if source is None else [in_chunks(source)]
+    written = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((target.shape[0] * chunks, rows, lanes), target.dtype) if new else (),
+        out_type=() if memory else jax.ShapeDtypeStruct(shape, target.dtype),
         scratch_types=[
             plgpu.SMEM((BUFFERS, rows, lanes), target.dtype),
             plgpu.Barrier(num_barriers=BUFFERS),
@@ -103,8 +102,8 @@ def move_pages(
         grid=(workers,),
         grid_names=("worker",),
         interpret=interpret,
-    )(pairs, count, *arrays)
-    return (out if new else jax.freeze(memory)).reshape(target.shape)
+    )(pairs, count, *arrays, *memory)
+    return (jax.freeze(memory[0]) if memory else written).reshape(target.shape)
 
 
 def chunks_of(target: Shaped[Array, "entries *page"] | jax.ShapeDtypeStruct) -> tuple[int, int, int]:

@@ -53,10 +53,10 @@ def append(
     tokens, made = stored_tokens(tensors, scales, pool)
     call = partial(rewrite, facts=facts, interpret=interpret)
     pool = call(pool, page, offset, _words(tokens), strip_of(pool), name="append")
-    if made is not None:
-        rows = [_rows(scale, pool, old) for scale, old in zip(made, scales, strict=True)]
-        unit = scale_row_of(scales[0], pool)
-        scales = tuple(call(old, page, offset, new, unit, name="append_scales") for old, new in zip(scales, rows))
+    if made is not None and scales is not None:
+        unit, pairs = scale_row_of(scales[0], pool), zip(scales, made, strict=True)
+        rewritten = [call(old, page, offset, _rows(new, pool, old), unit, name="append_scales") for old, new in pairs]
+        scales = tuple(rewritten)
     return pool, scales
 
 

@@ -45,8 +45,8 @@ def move_pages(
     check_dtype(target)
     layers = target.shape[0] // target_pages
     arrays = [] if source is None else [source]
-    new = isinstance(target, jax.ShapeDtypeStruct)
-    arrays += [] if new else [target]
+    donated = [] if isinstance(target, jax.ShapeDtypeStruct) else [target]
+    arrays += donated
 
     def kernel(from_page: Ref, to_page: Ref, *refs: Ref) -> None:
         *arrays, target, done = refs
@@ -95,7 +95,7 @@ def move_pages(
             out_specs=in_hbm,
             scratch_shapes=[pltpu.SemaphoreType.DMA],
         ),
-        input_output_aliases={} if new else {1 + len(arrays): 0},
+        input_output_aliases={1 + len(arrays): 0} if donated else {},
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
         interpret=interpret,
         name="move_pages",

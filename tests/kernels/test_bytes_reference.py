@@ -32,7 +32,7 @@ def test_padding_that_is_not_zeroed_is_noticed():
         return pool.at[page, :, offset, : tokens.shape[-1]].set(tokens, mode="drop"), scales
 
     contract.check_append(append, contract.Case(2, (64, 64), 16, "bfloat16", rows=((1, 3),)), lane_multiple=128)
-    with pytest.raises(AssertionError, match="pool: .* elements differ"):
+    with pytest.raises(AssertionError, match=r"pool: .* elements differ"):
         contract.check_append(append, contract.Case(2, (80, 80), 16, "bfloat16", rows=((1, 3),)), lane_multiple=128)
 
 
@@ -40,7 +40,7 @@ def test_a_page_counted_from_the_end_is_noticed():
     def append(pool, page, offset, tensors, *, scales):
         return pool.at[page, :, offset].set(jnp.concatenate(tensors, axis=-1), mode="drop"), scales
 
-    with pytest.raises(AssertionError, match="pool: .* elements differ"):
+    with pytest.raises(AssertionError, match=r"pool: .* elements differ"):
         contract.check_append(append, contract.PLAIN)
 
 

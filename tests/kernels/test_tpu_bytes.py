@@ -1,7 +1,5 @@
 """The TPU kernels that move bytes keep the contract under the TPU interpreter, and broken twins of them do not."""
 
-import contextlib
-import io
 from dataclasses import replace
 from functools import partial
 
@@ -16,8 +14,11 @@ from pallas_kernels.tpu import append as append_module
 from pallas_kernels.tpu import move_pages as move_module
 from pallas_kernels.tpu import rewrite
 from tests.kernels import bytes_contract as contract
+from tests.kernels import races
 
 INTERPRET = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
+TWO_CORES = replace(INTERPRET, num_cores_or_threads=2)
+ON_WAIT = replace(INTERPRET, dma_execution_mode="on_wait")
 CASES = [case for case in contract.CASES if case.dtype != "float16"]
 PAGES = pytest.mark.parametrize(("shape", "dtype"), contract.PAGE_SHAPES, ids=str)
 CHECKS = {
@@ -28,34 +29,13 @@ CHECKS = {
 }
 
 
-class RaceFoundError(Exception):
-    """The interpreter saw a race."""
-
-
-@contextlib.contextmanager
-def races_raise():
-    """Some versions of JAX raise when they see a race, others only print."""
-    printed = io.StringIO()
-    try:
-        with contextlib.redirect_stdout(printed):
-            yield
-    except Exception as error:
-        if "RACE DETECTED" in printed.getvalue() + str(error):
-            raise RaceFoundError from error
-        raise
-    finally:
-        pltpu.reset_tpu_interpret_mode_state()
-    if "RACE DETECTED" in printed.getvalue():
-        raise RaceFoundError(printed.getvalue())
-
-
 def run_append(case, *, facts=TPU_V6E, interpret=INTERPRET):
-    with races_raise():
+    with races.raised(pltpu.reset_tpu_interpret_mode_state):
         contract.check_append(append_module.append, case, lane_multiple=128, facts=facts, interpret=interpret)
 
 
 def run_moves(operation, shape, dtype, *, facts=TPU_V6E, interpret=INTERPRET):
-    with races_raise():
+    with races.raised(pltpu.reset_tpu_interpret_mode_state):
         CHECKS[operation](operation, shape, dtype, facts=facts, interpret=interpret)
 
 
@@ -72,8 +52,7 @@ def test_append_keeps_the_contract_when_the_ring_wraps_around(monkeypatch, buffe
 
 @pytest.mark.parametrize("rows", [contract.PLAIN.rows, ((0, 16), (0, 1)), ((8, 5), (8, 0), (0, 0))], ids=str)
 def test_two_cores_share_the_tokens_of_an_append(rows):
-    two_cores = replace(INTERPRET, num_cores_or_threads=2)
-    run_append(replace(contract.PLAIN, rows=rows), facts=TPU_V5P, interpret=two_cores)
+    run_append(replace(contract.PLAIN, rows=rows), facts=TPU_V5P, interpret=TWO_CORES)
 
 
 @pytest.mark.parametrize("operation", CHECKS)
@@ -83,9 +62,7 @@ def test_page_ops_keep_the_contract(operation, shape, dtype):
 
 
 def test_two_cores_share_the_layers_of_page_copies():
-    run_moves(
-        pages.copy_pages, (1, 16, 128), "bfloat16", facts=TPU_V4, interpret=replace(INTERPRET, num_cores_or_threads=2)
-    )
+    run_moves(pages.copy_pages, (1, 16, 128), "bfloat16", facts=TPU_V4, interpret=TWO_CORES)
 
 
 def test_page_copies_keep_the_contract_when_few_may_be_in_flight(monkeypatch):
@@ -96,7 +73,7 @@ def test_page_copies_keep_the_contract_when_few_may_be_in_flight(monkeypatch):
 def test_two_programs_on_one_strip_are_noticed(monkeypatch):
     """Every token a run of its own: each reads the strip before the others have written it."""
     monkeypatch.setattr(rewrite._Runs, "_end_of_run", lambda self, token: token)
-    with pytest.raises((RaceFoundError, AssertionError)):
+    with pytest.raises((races.RaceFoundError, AssertionError)):
         run_append(contract.PLAIN)
 
 
@@ -105,29 +82,29 @@ def test_a_strip_shared_between_cores_is_noticed(monkeypatch):
     share = lambda self, core: jnp.int32(core * self.page.shape[0] // self.cores)  # noqa: E731
     monkeypatch.setattr(rewrite._Runs, "share", share)
     case = replace(contract.PLAIN, rows=((0, 7), (0, 0)))  # nine tokens, the boundary after the fourth
-    with pytest.raises((RaceFoundError, AssertionError)):
-        run_append(case, facts=TPU_V5P, interpret=replace(INTERPRET, num_cores_or_threads=2))
+    with pytest.raises((races.RaceFoundError, AssertionError)):
+        run_append(case, facts=TPU_V5P, interpret=TWO_CORES)
 
 
 @pytest.mark.parametrize("mode", ["eager", "on_wait"])
 def test_a_missing_wait_for_what_is_read_is_noticed(monkeypatch, mode):
     monkeypatch.setattr(rewrite._Runs, "_wait_arrived", lambda self, buffer: None)
     # Copies that happen at once give the right answer without a wait: only the race is left to see.
-    with pytest.raises((RaceFoundError, AssertionError)):
+    with pytest.raises((races.RaceFoundError, AssertionError)):
         run_append(contract.PLAIN, interpret=replace(INTERPRET, dma_execution_mode=mode))
 
 
 def test_a_missing_wait_for_what_is_written_is_noticed(monkeypatch):
     monkeypatch.setattr(rewrite, "ring_buffers", lambda *_: 2)
     monkeypatch.setattr(rewrite._Runs, "wait_written", lambda self, buffer: None)
-    with pytest.raises((RaceFoundError, AssertionError)):
-        run_append(contract.PLAIN, interpret=replace(INTERPRET, dma_execution_mode="on_wait"))
+    with pytest.raises((races.RaceFoundError, AssertionError)):
+        run_append(contract.PLAIN, interpret=ON_WAIT)
 
 
 def test_a_row_of_scales_that_was_not_read_is_noticed(monkeypatch):
     """A page's scales may be wholly new and yet not fill their row."""
     monkeypatch.setattr(rewrite._Runs, "_is_read", lambda self, buffer: self.runs[1, buffer] < self.unit.tokens)
-    with pytest.raises(AssertionError, match="scales 0: .* elements differ"):
+    with pytest.raises(AssertionError, match=r"scales 0: .* elements differ"):
         run_append(contract.Case(1, (64, 64), 16, "int8", "token", rows=((0, 16),)))
 
 
@@ -142,21 +119,19 @@ def test_lost_neighbours_of_a_token_are_noticed(monkeypatch):
         return replace(strip_of(pool), merge=merge)
 
     monkeypatch.setattr(append_module, "strip_of", careless)
-    with pytest.raises(AssertionError, match="elements differ"):
+    with pytest.raises(AssertionError, match=r"elements differ"):
         run_append(contract.PLAIN)
 
 
 def test_a_missing_wait_for_page_copies_is_noticed(monkeypatch):
     monkeypatch.setattr(move_module, "_wait_for_one", lambda target, done: None)
-    with pytest.raises((RaceFoundError, AssertionError)):
-        run_moves(
-            pages.copy_pages, (1, 16, 128), "bfloat16", interpret=replace(INTERPRET, dma_execution_mode="on_wait")
-        )
+    with pytest.raises((races.RaceFoundError, AssertionError)):
+        run_moves(pages.copy_pages, (1, 16, 128), "bfloat16", interpret=ON_WAIT)
 
 
 def test_images_that_are_not_scrubbed_are_noticed(monkeypatch):
     monkeypatch.setattr(pages, "scrub_pages", lambda images, *_, **__: images)
-    with pytest.raises(AssertionError, match="images: .* elements differ"):
+    with pytest.raises(AssertionError, match=r"images: .* elements differ"):
         run_moves(pages.gather_pages, (1, 16, 128), "bfloat16")
 
 
