@@ -24,7 +24,7 @@ def append(
     Args:
       pool: bfloat16, float16, float32, or quantised: float8_e4m3fn, float8_e5m2, int8.
       page: of each token; one out of range drops it. No slot is written twice.
-      offset: the slot in its page.
+      offset: the slot in its page; one out of range drops the token.
       tensors: what a slot holds side by side: the new keys, and the new values. Lanes beyond them become zero.
       scales: of a quantised pool, for each tensor: one number, or one a KV head `[kv_heads]`, or one a token and head,
         `[total_pages, scale_lanes]` with head h and slot t of a page at lane h · page_size + t; donate those. A token's
@@ -35,10 +35,11 @@ def append(
     """
     total_pages, kv_heads, page_size, _ = pool.shape
     tokens, made = stored_tokens(tensors, scales, pool)
-    page = jnp.where(page >= 0, page, total_pages)  # or it would count from the end
+    page = jnp.where((page >= 0) & (offset >= 0), page, total_pages)  # or it would count from the end
     stored = as_bits(pool).at[page, :, offset].set(as_bits(tokens), mode="drop")
     pool = lax.bitcast_convert_type(stored, pool.dtype)
     if made is not None and scales is not None:
+        page = jnp.where(offset < page_size, page, total_pages)
         lanes = jnp.arange(kv_heads) * page_size + offset[:, None]
         pairs = zip(scales, made, strict=True)
         scales = tuple(old.at[page[:, None], lanes].set(new, mode="drop") for old, new in pairs)

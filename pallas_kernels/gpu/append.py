@@ -57,7 +57,7 @@ def append(
         token = lax.axis_index("token")
         target, slot = page[token], offset[token]
 
-        @pl.when((target >= 0) & (target < total_pages))
+        @pl.when((target >= 0) & (target < total_pages) & (slot >= 0) & (slot < page_size))
         def write():
             for column, buffer in zip(columns, buffers, strict=True):
                 plgpu.copy_gmem_to_smem(tokens.at[token, :, column], buffer, arrived)

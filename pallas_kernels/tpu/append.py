@@ -51,11 +51,14 @@ def append(
     check_dtype(pool)
     check_append_arguments(pool, page, offset, tensors, scales=scales, lane_multiple=LANES)
     tokens, made = stored_tokens(tensors, scales, pool)
+    page_size = pool.shape[2]
     call = partial(rewrite, facts=facts, interpret=interpret)
-    pool = call(pool, page, offset, _words(tokens), strip_of(pool), name="append")
+    pool = call(pool, page_size, page, offset, _words(tokens), strip_of(pool), name="append")
     if made is not None and scales is not None:
         unit, pairs = scale_row_of(scales[0], pool), zip(scales, made, strict=True)
-        rewritten = [call(old, page, offset, _rows(new, pool, old), unit, name="append_scales") for old, new in pairs]
+        rewritten = [
+            call(old, page_size, page, offset, _rows(new, pool, old), unit, name="append_scales") for old, new in pairs
+        ]
         scales = tuple(rewritten)
     return pool, scales
 
@@ -71,10 +74,12 @@ def strip_of(pool: Shaped[Array, "total_pages kv_heads page_size lanes"]) -> Uni
 
     def merge(strip: Ref, token: Ref, slot: Scalar) -> None:
         old = pltpu.bitcast(strip[...], jnp.uint32)
-        mask = lax.shift_left(jnp.uint32(2**bits - 1), (lax.rem(slot, packing) * bits).astype(jnp.uint32))
+        mask = lax.shift_left(jnp.uint32(2**bits - 1), ((slot & (packing - 1)) * bits).astype(jnp.uint32))
         row = lax.broadcasted_iota(jnp.int32, old.shape, 1)
         new = (old & ~mask) | (token[...] & mask)
-        strip[...] = pltpu.bitcast(jnp.where(row == lax.div(slot, packing), new, old), strip.dtype)
+        strip[...] = pltpu.bitcast(
+            jnp.where(row == lax.shift_right_logical(slot, packing.bit_length() - 1), new, old), strip.dtype
+        )
 
     return Unit(STRIP, True, (kv_heads, STRIP, lanes), place, merge)
 
@@ -88,7 +93,7 @@ def scale_row_of(scales: Float32[Array, "total_pages scale_lanes"], pool: Array)
 
     def merge(row: Ref, token: Ref, slot: Scalar) -> None:
         lane = lax.broadcasted_iota(jnp.int32, row.shape, 1)
-        taken = (lax.rem(lane, page_size) == slot) & (lane < kv_heads * page_size)
+        taken = (lane & (page_size - 1) == slot) & (lane < kv_heads * page_size)
         row[...] = jnp.where(taken, token[...], row[...])
 
     filled = scales.shape[1] == kv_heads * page_size

@@ -21,6 +21,7 @@ from pallas_kernels.tpu.page_stream import Ref, Scalar
 
 COPY_SECONDS = 1e-6  # about the latency of a copy: as much is kept in flight as HBM delivers in that time
 MIN_BUFFERS, MAX_BUFFERS = 2, 32
+NO_UNIT, END = -1, -2  # of a dropped token, and past the last
 FIRST, TOKENS = 0, 1  # of a run: the packed index of its first token, and how many it has
 
 
@@ -29,7 +30,7 @@ class Unit:
     """How an array is cut into units, and how a token gets into one.
 
     Attributes:
-      tokens: consecutive token positions of a page that one unit holds, aligned.
+      tokens: consecutive token positions of a page that one unit holds, aligned; a power of two.
       filled: whether these are all there is to it, so that it need not be read where all of them are new.
       shape: of a unit's buffer in VMEM, in the array's dtype.
       place: the unit of a reference to the array: `place(array, page, first_slot)`.
@@ -45,6 +46,7 @@ class Unit:
 
 def rewrite(
     array: Shaped[Array, "total_pages ..."],
+    page_size: int,
     page: Int32[Array, " packed"],
     offset: Int32[Array, " packed"],
     new: Shaped[Array, "packed ..."],
@@ -54,7 +56,7 @@ def rewrite(
     interpret: bool | pltpu.InterpretParams,
     name: str,
 ) -> Shaped[Array, "total_pages ..."]:
-    """Merges each token `new[i]` into slot `offset[i]` of page `page[i]`; pages out of range are dropped.
+    """Merges each token `new[i]` into slot `offset[i]` of page `page[i]`; one out of range drops the token.
 
     In place if `array` is donated. Tokens of one unit must be neighbours in the list; those dropped between them do not
     count as such.
@@ -69,7 +71,7 @@ def rewrite(
         )
     in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     call = pl.pallas_call(
-        lambda *refs: _kernel(_Runs(unit, cores, *refs)),
+        lambda *refs: _kernel(_Runs(unit, page_size // unit.tokens, cores, *refs)),
         out_shape=jax.ShapeDtypeStruct(array.shape, array.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
@@ -85,17 +87,22 @@ def rewrite(
             ],
         ),
         input_output_aliases={3: 0},
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
+        # Every place is in range, as checked below: no copy needs to check it again.
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",), disable_bounds_checks=True),
         interpret=interpret,
         name=name,
     )
-    return call(page, offset, new, array)
+    # What the scalar core would otherwise work out for every token, and an end that is in no unit.
+    units_per_page = page_size // unit.tokens
+    in_range = (page >= 0) & (page < array.shape[0]) & (offset >= 0) & (offset < page_size)
+    unit_of = jnp.where(in_range, page * units_per_page + offset // unit.tokens, NO_UNIT)
+    return call(jnp.append(unit_of, END), offset, new, array)
 
 
 def ring_buffers(unit: Unit, dtype: jnp.dtype, new: Shaped[Array, "packed ..."], facts: TpuFacts) -> int:
     """How many units are in flight: half being read and half being written, each what HBM delivers in COPY_SECONDS.
 
-    From MIN_BUFFERS to MAX_BUFFERS, within a quarter of VMEM. ValueError if MIN_BUFFERS do not fit.
+    A power of two from MIN_BUFFERS to MAX_BUFFERS, within a quarter of VMEM. ValueError if MIN_BUFFERS do not fit.
     """
     unit_bytes = _bytes(unit.shape, dtype)
     buffer_bytes = unit_bytes + unit.tokens * _bytes(new.shape[1:], new.dtype)
@@ -106,7 +113,7 @@ def ring_buffers(unit: Unit, dtype: jnp.dtype, new: Shaped[Array, "packed ..."],
             f"{buffer_bytes=} of a unit {unit.shape} and its new tokens; {MIN_BUFFERS} must fit in a quarter of "
             f"{facts.vmem_bytes=} ({facts.name}): take smaller pages, or shard the heads"
         )
-    return max(MIN_BUFFERS, min(wanted, most))
+    return 1 << max(MIN_BUFFERS, min(wanted, most)).bit_length() - 1
 
 
 @dataclass(frozen=True)
@@ -114,8 +121,9 @@ class _Runs:
     """The runs of one core's share of the tokens."""
 
     unit: Unit
+    units_per_page: int
     cores: int
-    page: Ref  # SMEM Int32[packed]
+    unit_of: Ref  # SMEM Int32[packed + 1]: page · units_per_page + the unit within it; NO_UNIT; last END
     offset: Ref  # SMEM Int32[packed]
     new: Ref  # HBM [packed, …]
     donated: Ref  # the array as it was; the same memory as `array`
@@ -132,25 +140,29 @@ class _Runs:
 
     def share(self, core: Scalar) -> Scalar:
         """Where a core's tokens begin: at a boundary of runs, for a unit is one core's."""
-        return self._end_of_run(lax.div(core * self.page.shape[0], self.cores))
+        return lax.while_loop(
+            lambda token: (token > 0) & (self.unit_of[token] == self.unit_of[jnp.maximum(token - 1, 0)]),
+            lambda token: token + 1,
+            lax.div(core * (self.unit_of.shape[0] - 1), self.cores),
+        )
 
     def next_valid(self, token: Scalar, end: Scalar) -> Scalar:
         """The first token at or after this one whose page is in range, or `end`."""
         return lax.while_loop(
-            lambda token: (token < end) & ~self._valid(jnp.minimum(token, self.page.shape[0] - 1)),
+            lambda token: (token < end) & (self.unit_of[token] == NO_UNIT),
             lambda token: token + 1,
             token,
         )
 
     def send(self, first: Scalar, number: Scalar) -> Scalar:
         """Sends for run `number`, whose first token this is, and returns where it ends."""
-        buffer = lax.rem(number, self.buffers)
+        buffer = _low(number, self.buffers)
 
         @pl.when(number >= self.buffers)
         def wait_for_the_buffer():
             self.wait_written(buffer)
 
-        end = self._end_of_run(first + 1)
+        end = self._end_of_run(first)
         self.runs[FIRST, buffer] = first
         self.runs[TOKENS, buffer] = end - first
 
@@ -163,12 +175,12 @@ class _Runs:
 
     def change(self, number: Scalar) -> None:
         """Waits for run `number`, merges its tokens into its unit and starts to write it."""
-        buffer = lax.rem(number, self.buffers)
+        buffer = _low(number, self.buffers)
         first = self.runs[FIRST, buffer]
         self._wait_arrived(buffer)
 
         def merge(index):
-            slot = lax.rem(self.offset[first + index], self.unit.tokens)
+            slot = _low(self.offset[first + index], self.unit.tokens)
             self.unit.merge(self.ring.at[buffer], self.tokens.at[buffer, index], slot)
 
         self._each_token(buffer, merge)
@@ -190,25 +202,16 @@ class _Runs:
     def _each_token(self, buffer: Scalar, step: Callable[[Scalar], None]) -> None:
         lax.fori_loop(0, self.runs[TOKENS, buffer], lambda index, _: step(index), None)
 
-    def _valid(self, token: Scalar) -> Scalar:
-        return (self.page[token] >= 0) & (self.page[token] < self.array.shape[0])
-
-    def _end_of_run(self, token: Scalar) -> Scalar:
-        """The first token at or after this one that is not in the unit of the one before it."""
-        packed = self.page.shape[0]
-
-        def same_unit(token):
-            here, before = jnp.clip(token, 0, packed - 1), jnp.clip(token - 1, 0, packed - 1)
-            part, part_before = (lax.div(self.offset[index], self.unit.tokens) for index in (here, before))
-            inside = (token > 0) & (token < packed)
-            return inside & (self.page[here] == self.page[before]) & (part == part_before)
-
-        return lax.while_loop(same_unit, lambda token: token + 1, token)
+    def _end_of_run(self, first: Scalar) -> Scalar:
+        """The first token after this one that is not in its unit."""
+        unit = self.unit_of[first]
+        return lax.while_loop(lambda token: self.unit_of[token] == unit, lambda token: token + 1, first + 1)
 
     def _place(self, buffer: Scalar) -> Ref:
-        first = self.runs[FIRST, buffer]
-        slot = lax.div(self.offset[first], self.unit.tokens) * self.unit.tokens
-        return self.unit.place(self.array, self.page[first], pl.multiple_of(slot, self.unit.tokens))
+        unit = self.unit_of[self.runs[FIRST, buffer]]
+        page = lax.shift_right_logical(unit, self.units_per_page.bit_length() - 1)
+        slot = _low(unit, self.units_per_page) * self.unit.tokens
+        return self.unit.place(self.array, page, pl.multiple_of(slot, self.unit.tokens))
 
     def _read(self, buffer: Scalar) -> Any:
         return pltpu.make_async_copy(self._place(buffer), self.ring.at[buffer], self.arrived.at[buffer])
@@ -244,9 +247,14 @@ def _kernel(runs: _Runs) -> None:
     *_, done = lax.while_loop(lambda state: state[2] < state[1], step, (*ahead, jnp.int32(0)))
 
     def wait(number, _):
-        runs.wait_written(lax.rem(number, runs.buffers))
+        runs.wait_written(_low(number, runs.buffers))
 
     lax.fori_loop(jnp.maximum(done - runs.buffers, 0), done, wait, None)
+
+
+def _low(number: Scalar, power_of_two: int) -> Scalar:
+    """number mod a power of two: one instruction, where a remainder of signed numbers takes many."""
+    return number & (power_of_two - 1)
 
 
 def _bytes(shape: tuple[int, ...], dtype: jnp.dtype) -> int:

@@ -44,7 +44,7 @@ def test_append_keeps_the_contract(case):
     run_append(case)
 
 
-@pytest.mark.parametrize("buffers", [2, 3])
+@pytest.mark.parametrize("buffers", [2, 4])
 def test_append_keeps_the_contract_when_the_ring_wraps_around(monkeypatch, buffers):
     monkeypatch.setattr(rewrite, "ring_buffers", lambda *_: buffers)
     run_append(contract.Case(1, (64, 64), 16, "int8", "token"))
@@ -72,14 +72,14 @@ def test_page_copies_keep_the_contract_when_few_may_be_in_flight(monkeypatch):
 
 def test_two_programs_on_one_strip_are_noticed(monkeypatch):
     """Every token a run of its own: each reads the strip before the others have written it."""
-    monkeypatch.setattr(rewrite._Runs, "_end_of_run", lambda self, token: token)
+    monkeypatch.setattr(rewrite._Runs, "_end_of_run", lambda self, first: first + 1)
     with pytest.raises((races.RaceFoundError, AssertionError)):
         run_append(contract.PLAIN)
 
 
 def test_a_strip_shared_between_cores_is_noticed(monkeypatch):
     """Shares that end anywhere: the tokens of one strip go to both cores."""
-    share = lambda self, core: jnp.int32(core * self.page.shape[0] // self.cores)  # noqa: E731
+    share = lambda self, core: jnp.int32(core * (self.unit_of.shape[0] - 1) // self.cores)  # noqa: E731
     monkeypatch.setattr(rewrite._Runs, "share", share)
     case = replace(contract.PLAIN, rows=((0, 7), (0, 0)))  # nine tokens, the boundary after the fourth
     with pytest.raises((races.RaceFoundError, AssertionError)):
