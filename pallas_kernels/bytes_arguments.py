@@ -35,9 +35,11 @@ def check_append_arguments(
         if array.dtype != jnp.int32 or array.shape != page.shape:
             raise ValueError(f"{name}: {array.shape=}, {array.dtype=}; pass int32, one a packed token {page.shape}")
     for tensor in tensors:
-        if tensor.shape[:2] != (*page.shape, kv_heads) or not jnp.issubdtype(tensor.dtype, jnp.floating):
+        stored = scales is None and tensor.dtype == pool.dtype
+        if tensor.shape[:2] != (*page.shape, kv_heads) or not (stored or tensor.dtype in QUERY_DTYPES):
             raise ValueError(
-                f"a tensor has {tensor.shape=}, {tensor.dtype=}; pass floats [packed={page.shape[0]}, {kv_heads=}, dim]"
+                f"a tensor has {tensor.shape=}, {tensor.dtype=}; pass [packed={page.shape[0]}, {kv_heads=}, dim] of "
+                f"{', '.join(QUERY_DTYPES)}"
             )
     used = sum(tensor.shape[2] for tensor in tensors)
     if lanes != -(-used // lane_multiple) * lane_multiple:
@@ -45,18 +47,23 @@ def check_append_arguments(
             f"{lanes=} of the pool; tensors of {used} lanes side by side need "
             f"{-(-used // lane_multiple) * lane_multiple}: lay the pool out so"
         )
-    _check_scales(pool, scales, len(tensors), lane_multiple)
+    _check_scales(pool, tensors, scales, lane_multiple)
 
 
 def _check_scales(
-    pool: Array, scales: tuple[Float32[Array, "*shape"], ...] | None, tensors: int, lane_multiple: int
+    pool: Array, tensors: tuple[Array, ...], scales: tuple[Float32[Array, "*shape"], ...] | None, lane_multiple: int
 ) -> None:
     if pool.dtype not in QUANTISED_DTYPES:
         if scales is not None:
             raise ValueError(f"scales for {pool.dtype=}; only {', '.join(QUANTISED_DTYPES)} are scaled: pass None")
         return
-    if scales is None or len(scales) != tensors:
-        raise ValueError(f"{pool.dtype=} needs scales for each of {tensors} tensors; pass ones if need be")
+    if scales is None and all(tensor.dtype == pool.dtype for tensor in tensors):
+        return  # quantised before
+    if scales is None or len(scales) != len(tensors):
+        raise ValueError(
+            f"{pool.dtype=} needs scales for each of {len(tensors)} tensors; pass ones if need be, or tensors "
+            "quantised to its dtype before"
+        )
     total_pages, kv_heads, page_size, _ = pool.shape
     least = kv_heads * page_size
     for scale in scales:

@@ -30,8 +30,8 @@ def append(
         `[total_pages, scale_lanes]` with head h and slot t of a page at lane h · page_size + t; donate those. A token's
         own scale is made here, the largest magnitude of a head over that of the dtype, and stored in its place.
 
-    Returns the pool and the scales. A tensor is cast to the pool's dtype; for a quantised one it is divided by its
-    scale, rounded to nearest even and saturates, and a scale of 0 stores 0.
+    Returns the pool and the scales. A tensor is cast to the pool's dtype; with scales it is divided by its own, rounded
+    to nearest even and saturates, and a scale of 0 stores 0. Without, a quantised pool takes its own dtype alone.
     """
     total_pages, kv_heads, page_size, _ = pool.shape
     tokens, made = stored_tokens(tensors, scales, pool)

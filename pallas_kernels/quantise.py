@@ -4,8 +4,6 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32, Shaped, UInt
 
-from pallas_kernels.arguments import QUANTISED_DTYPES
-
 
 def quantise(
     tokens: Float[Array, "packed kv_heads dim"], scale: Float32[Array, "*shape"], dtype: jnp.dtype
@@ -39,8 +37,7 @@ def stored_tokens(
     The scales are those of each token and head where `scales` has one a token, for each of the tensors; else None.
     """
     made = None
-    if pool.dtype in QUANTISED_DTYPES:
-        assert scales is not None, "the arguments were checked"
+    if scales is not None:
         if scales[0].ndim == 2:
             made = tuple(token_scales(tensor, pool.dtype) for tensor in tensors)
         pairs = zip(tensors, made or scales, strict=True)
