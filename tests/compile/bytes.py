@@ -136,7 +136,7 @@ def checks(facts: Facts) -> Iterator[Check]:
     for index, head_dim in enumerate(HEAD_DIMS):
         yield append_check(facts, 3, head_dim, page_sizes[index % 4], "bfloat16")
         yield append_check(facts, 2, head_dim, page_sizes[(index + 1) % 4], "float8_e5m2", "token")
-    yield append_check(facts, 128, 128, 16, "bfloat16")
+    yield append_check(facts, 32, 128, 16, "bfloat16")
 
     for dtype in (*plain, *QUANTISED_DTYPES):
         yield from move_checks(facts, pool_of(facts, 8, 128, 16, dtype))

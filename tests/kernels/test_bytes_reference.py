@@ -13,9 +13,8 @@ PAGES = pytest.mark.parametrize(("shape", "dtype"), contract.PAGE_SHAPES, ids=st
 
 
 @pytest.mark.parametrize("case", contract.CASES, ids=str)
-@pytest.mark.parametrize("lane_multiple", [1, 128])
-def test_append_keeps_the_contract(case, lane_multiple):
-    contract.check_append(reference.append, case, lane_multiple=lane_multiple)
+def test_append_keeps_the_contract(case):
+    contract.check_append(reference.append, case, lane_multiple=128)
 
 
 @PAGES
