@@ -182,7 +182,7 @@ def check_copy(copy: Callable, shape: tuple[int, ...], dtype: str, **options: ob
     expected = pool.copy()
     for layer in range(0, LAYERS * PAGES, PAGES):
         expected[layer + 4], expected[layer] = pool[layer + 1], pool[layer + 5]
-    same_bits(copy(pool, SOURCE, TARGET, num_pages=PAGES, **options), expected, "pool")
+    same_bits(copy(*_on_device(pool, SOURCE, TARGET), num_pages=PAGES, **options), expected, "pool")
 
 
 def check_gather(gather: Callable, shape: tuple[int, ...], dtype: str, **options: object) -> None:
@@ -192,7 +192,7 @@ def check_gather(gather: Callable, shape: tuple[int, ...], dtype: str, **options
     layers = pool.reshape(LAYERS, PAGES, *shape)
     none = np.zeros_like(layers[:, 0])
     expected = np.stack([layers[:, page] if 0 <= page < PAGES else none for page in pages], axis=1)
-    same_bits(gather(pool, pages, num_pages=PAGES, **options), expected, "images")
+    same_bits(gather(*_on_device(pool, pages), num_pages=PAGES, **options), expected, "images")
 
 
 def check_write(write: Callable, shape: tuple[int, ...], dtype: str, **options: object) -> None:
@@ -205,7 +205,7 @@ def check_write(write: Callable, shape: tuple[int, ...], dtype: str, **options: 
     for layer in range(LAYERS):
         for index in (0, 2, 4):
             expected[layer * PAGES + pages[index]] = images[layer, index]
-    same_bits(write(pool, pages, images, num_pages=PAGES, **options), expected, "pool")
+    same_bits(write(*_on_device(pool, pages, images), num_pages=PAGES, **options), expected, "pool")
 
 
 def check_scrub(scrub: Callable, shape: tuple[int, ...], dtype: str, **options: object) -> None:
@@ -215,7 +215,11 @@ def check_scrub(scrub: Callable, shape: tuple[int, ...], dtype: str, **options: 
     for layer in range(0, LAYERS * PAGES, PAGES):
         expected[[layer + 2, layer + 6]] = 0
     pages = np.array([2, PAGES, -1, 6, 2**30], np.int32)
-    same_bits(scrub(pool, pages, num_pages=PAGES, **options), expected, "pool")
+    same_bits(scrub(*_on_device(pool, pages), num_pages=PAGES, **options), expected, "pool")
+
+
+def _on_device(*arrays: np.ndarray) -> list[jax.Array]:
+    return [jax.numpy.asarray(array) for array in arrays]
 
 
 def same_bits(got: object, expected: np.ndarray, name: str) -> None:
