@@ -58,10 +58,12 @@ def rewrite(
 ) -> Shaped[Array, "total_pages ..."]:
     """Merges each token `new[i]` into slot `offset[i]` of page `page[i]`; one out of range drops the token.
 
-    In place if `array` is donated. Tokens of one unit must be neighbours in the list; those dropped between them do not
-    count as such.
+    In place if `array` is donated. Tokens of one unit must be neighbours in the list, with none dropped between them,
+    and no slot may stand twice: else two runs would rewrite one unit.
     """
-    cores = facts.tensor_cores
+    cores, units_per_page = facts.tensor_cores, page_size // unit.tokens
+    if array.shape[0] * units_per_page >= 2**31:
+        raise ValueError(f"{array.shape[0]} pages of {units_per_page} units pass 32 bits: take larger pages")
     buffers = ring_buffers(unit, array.dtype, new, facts)
     scalar_bytes = 2 * 4 * page.shape[0]
     if scalar_bytes > facts.smem_bytes // 2:
@@ -71,7 +73,7 @@ def rewrite(
         )
     in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     call = pl.pallas_call(
-        lambda *refs: _kernel(_Runs(unit, page_size // unit.tokens, cores, *refs)),
+        lambda *refs: _kernel(_Runs(unit, units_per_page, cores, *refs)),
         out_shape=jax.ShapeDtypeStruct(array.shape, array.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
@@ -93,7 +95,6 @@ def rewrite(
         name=name,
     )
     # What the scalar core would otherwise work out for every token, and an end that is in no unit.
-    units_per_page = page_size // unit.tokens
     in_range = (page >= 0) & (page < array.shape[0]) & (offset >= 0) & (offset < page_size)
     unit_of = jnp.where(in_range, page * units_per_page + offset // unit.tokens, NO_UNIT)
     return call(jnp.append(unit_of, END), offset, new, array)
@@ -203,9 +204,11 @@ class _Runs:
         lax.fori_loop(0, self.runs[TOKENS, buffer], lambda index, _: step(index), None)
 
     def _end_of_run(self, first: Scalar) -> Scalar:
-        """The first token after this one that is not in its unit."""
-        unit = self.unit_of[first]
-        return lax.while_loop(lambda token: self.unit_of[token] == unit, lambda token: token + 1, first + 1)
+        """The first token after this one that is not in its unit, or for which there is no room in its buffer."""
+        unit, most = self.unit_of[first], first + self.unit.tokens
+        return lax.while_loop(
+            lambda token: (self.unit_of[token] == unit) & (token < most), lambda token: token + 1, first + 1
+        )
 
     def _place(self, buffer: Scalar) -> Ref:
         unit = self.unit_of[self.runs[FIRST, buffer]]
