@@ -55,11 +55,13 @@ in-place: $(VENV)/.installed
 
 aot-tpu: $(COMPILERS)/tpu/.installed
 	PYTHONPATH=$(COMPILERS)/tpu $(BIN)/python -m tests.compile.tpu
+	PYTHONPATH=$(COMPILERS)/tpu $(BIN)/python -m tests.compile.bytes tpu
 	PYTHONPATH=$(COMPILERS)/tpu $(BIN)/python -m tests.compile.in_place tpu
 	PYTHONPATH=$(COMPILERS)/tpu $(BIN)/python -m tests.compile.layouts tpu
 
 aot-gpu: $(COMPILERS)/cuda/.installed
 	PYTHONPATH=$(COMPILERS)/cuda $(BIN)/python -m tests.compile.gpu
+	PYTHONPATH=$(COMPILERS)/cuda $(BIN)/python -m tests.compile.bytes gpu
 	PYTHONPATH=$(COMPILERS)/cuda $(BIN)/python -m tests.compile.in_place gpu
 	PYTHONPATH=$(COMPILERS)/cuda $(BIN)/python -m tests.compile.layouts gpu
 

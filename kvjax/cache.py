@@ -221,7 +221,10 @@ def _(
 ) -> tuple[KVCache, Grant]:
     table, info = pages.reserve(cache.table, tokens, max_tokens=max_tokens, order=order)
     pools = tuple(
-        {name: copy_pages(pool, group.num_pages, copy.source, copy.target) for name, pool in arrays.items()}
+        {
+            name: copy_pages(pool, group.num_pages, copy.source, copy.target, cache.backend)
+            for name, pool in arrays.items()
+        }
         for arrays, group, copy in zip(cache.pools, table.groups, info.copies, strict=True)
     )
     copies = jnp.int32(0)
@@ -252,7 +255,8 @@ def _(cache: KVCache, layer: Layer, grant: Grant, **tensors: Array) -> KVCache:
     page = jnp.where(writable & (page < group.num_pages), within * group.num_pages + page, none)
     offset = grant.position % group.page_size
     pools = {
-        pool.name: append_tokens(cache.pools[index][pool.name], pool, page, offset, arrays) for pool in layout.pools
+        pool.name: append_tokens(cache.pools[index][pool.name], pool, page, offset, arrays, cache.backend)
+        for pool in layout.pools
     }
     groups = (*table.groups[:index], replace(group, pages=entries), *table.groups[index + 1 :])
     return replace(
