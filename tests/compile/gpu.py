@@ -2,7 +2,7 @@
 
 Prints a line for each target and check, and exits non-zero if one fails. A check passes if it compiles for sm_90a,
 spills no register, hands the donated pool back in place and needs hardly any temporary memory; and if its machine code
-uses the tensor cores in bfloat16 and does not in float32, where they would round to TF32. The checks named `broken` are
+uses the tensor cores in bfloat16 and float16 and does not in float32, where they would round to TF32. The checks named `broken` are
 kernels that must be refused, and for the stated reason; they show that the gate can fail.
 """
 
@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from random import Random
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +21,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.arguments import Attention
 from pallas_kernels.gpu.layouts import tiled
-from pallas_kernels.gpu.paged_decode import paged_decode
+from pallas_kernels.gpu.paged_attention import TILE_LINES, paged_attention
 from pallas_kernels.hardware import GPUS, H200, KIB, MIB, GpuFacts
 from tests.compile.gpu_target import MosaicKernel, compile_for, device, mosaic_kernels
+from tests.compile.problems import PROBLEMS, RANDOM_PROBLEMS, Problem, random_problem
 
 POOL = 1  # the position of the pool among the arguments of every check
 TEMPORARY_LIMIT = 32 * MIB  # above padded copies of q and partial answers, below one of the pool or the large table
@@ -36,7 +40,7 @@ class Check:
 
     name: str
     function: Callable
-    shapes: tuple[jax.ShapeDtypeStruct, ...]
+    shapes: tuple[Any, ...]
     refusal: str | None = None
 
 
@@ -51,41 +55,29 @@ class Outcome:
     temporary_bytes: int = 0
 
 
-def decode_shapes(
-    heads: str, head_dim: int, dtype: str, page_size: int, queries: int, tokens: int
-) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """The arguments of paged_decode: a pool of 1 GiB in bfloat16 or 2 GiB in float32, `tokens` positions a row."""
-    q_heads, kv_heads = map(int, heads.split(":"))
-    total_pages = 2**29 // (kv_heads * page_size * 2 * head_dim)
-    return (
-        jax.ShapeDtypeStruct((queries, q_heads, head_dim), dtype),
-        jax.ShapeDtypeStruct((total_pages, kv_heads, page_size, 2 * head_dim), dtype),
-        jax.ShapeDtypeStruct((queries, tokens // page_size), jnp.int32),
-        jax.ShapeDtypeStruct((queries,), jnp.int32),
-        jax.ShapeDtypeStruct((queries,), jnp.int32),
-        jax.ShapeDtypeStruct((), jnp.int32),
-    )
-
-
-def one_layer(facts: GpuFacts, q, pool, *rest):
+def one_layer(facts: GpuFacts, attention: Attention, q, pool, pages, tiles, page_offset, sinks, scales):
     """A layer's attention; the donated pool goes back as it is."""
-    return paged_decode(q, pool, *rest, value_dim=q.shape[-1], scale=0.1, facts=facts), pool
+    out = paged_attention(
+        q, pool, pages, tiles, page_offset, attention=attention, sinks=sinks, scales=scales, facts=facts
+    )
+    return out, pool
 
 
-def all_layers(facts: GpuFacts, q, pool, pages, row, context, page_offset):
+def all_layers(facts: GpuFacts, attention: Attention, q, pool, pages, tiles, page_offset, sinks, scales):
     """A scan over layers, whose offset is traced and whose pool is carried."""
     pages_per_layer = pool.shape[0] // LAYERS
 
     def layer(carry, index):
         q, pool = carry
-        return one_layer(facts, q, pool, pages, row, context, page_offset + index * pages_per_layer), None
+        offset = page_offset + index * pages_per_layer
+        return one_layer(facts, attention, q, pool, pages, tiles, offset, sinks, scales), None
 
     return lax.scan(layer, (q, pool), jnp.arange(LAYERS))[0]
 
 
-def copy_of_the_pool(facts: GpuFacts, q, pool, *rest):
+def copy_of_the_pool(facts: GpuFacts, attention: Attention, q, pool, *rest):
     """What a caller must not do: hand the kernel a pool that was computed."""
-    return one_layer(facts, q, -pool, *rest)[0], pool
+    return one_layer(facts, attention, q, -pool, *rest)[0], pool
 
 
 def more_registers_than_there_are(q, pool, *rest):
@@ -136,41 +128,34 @@ def float32_on_the_tensor_cores(q, pool, *rest):
 
 def checks(facts: GpuFacts) -> Iterator[Check]:
     """All checks for one GPU. No kernel comes twice, since a process compiles a kernel once and then remembers it."""
-    decode = partial(one_layer, facts)
 
-    def decode_check(heads: str, head_dim: int, dtype: str, page_size: int, queries: int) -> Check:
-        shapes = decode_shapes(heads, head_dim, dtype, page_size, queries, tokens=16_384)
-        return Check(f"paged_decode {heads}x{head_dim} {dtype} page {page_size} batch {queries}", decode, shapes)
+    def check(problem: Problem) -> Check:
+        return Check(f"paged_attention {problem}", partial(one_layer, facts, problem.attention), problem.shapes(1))
 
     if facts is not H200:  # which differs from other Hoppers in its memory alone
-        yield decode_check("32:8", 128, "bfloat16", 16, 64)
-        yield decode_check("32:8", 128, "float32", 16, 64)
+        yield check(Problem())
+        yield check(Problem(dtype="float32"))
         return
 
-    for heads, head_dim in (("9:3", 64), ("32:8", 128), ("8:1", 128), ("1:1", 64)):
-        for dtype in ("bfloat16", "float32"):
-            for page_size, queries in ((16, 256), (128, 16)):
-                yield decode_check(heads, head_dim, dtype, page_size, queries)
-    for page_size in (32, 64):
-        yield decode_check("32:8", 128, "bfloat16", page_size, 16)
-    yield decode_check("71:1", 64, "bfloat16", 16, 16)
+    random = Random(facts.name)
+    for problem in (*PROBLEMS, *(random_problem(random, TILE_LINES) for _ in range(RANDOM_PROBLEMS))):
+        yield check(problem)
+    scanned = Problem(tiles=128, context=2**20)
+    layers = partial(all_layers, facts, scanned.attention)
+    yield Check(f"paged_attention {scanned}, scanned over {LAYERS} layers", layers, scanned.shapes(1))
 
-    million = decode_shapes("32:8", 128, "bfloat16", 16, 256, tokens=2**20)
-    yield Check("paged_decode 32:8x128 bfloat16 page 16 batch 256, table of 1,048,576 tokens", decode, million)
-    scanned = decode_shapes("32:8", 128, "bfloat16", 16, 128, tokens=2**20)
-    yield Check(f"paged_decode the same, batch 128, scanned over {LAYERS} layers", partial(all_layers, facts), scanned)
-
-    small = decode_shapes("9:3", 64, "bfloat16", 64, 16, tokens=1024)
+    small = Problem(heads="9:3", key_dim=64, page_size=64, context=1024).shapes(1)
+    copied = partial(copy_of_the_pool, facts, Problem(key_dim=64).attention)
     yield Check("broken: registers spilled", more_registers_than_there_are, small, "bytes spilled")
     yield Check("broken: too much shared memory", more_shared_memory_than_there_is, small, "(?i)(smem|shared memory)")
-    yield Check("broken: the pool copied", partial(copy_of_the_pool, facts), small, "temporary bytes")
-    exact = decode_shapes("9:3", 64, "float32", 64, 16, tokens=1024)
+    yield Check("broken: the pool copied", copied, small, "temporary bytes")
+    exact = Problem(heads="9:3", key_dim=64, dtype="float32", page_size=64, context=1024).shapes(1)
     yield Check("broken: float32 on the tensor cores", float32_on_the_tensor_cores, exact, "tensor cores")
 
 
 def verdict(check: Check, kernels: list[MosaicKernel], alias_bytes: int, temporary_bytes: int) -> Outcome:
     """Judges a check that compiled."""
-    pool = check.shapes[POOL]
+    q, pool = check.shapes[:2]
     pool_bytes = pool.size * pool.dtype.itemsize
     spill_bytes = sum(kernel.spill_bytes for kernel in kernels)
     tensor_cores = any(TENSOR_CORE_INSTRUCTION.search(kernel.sass) for kernel in kernels)
@@ -179,8 +164,8 @@ def verdict(check: Check, kernels: list[MosaicKernel], alias_bytes: int, tempora
         wrong = f"{len(kernels)} Mosaic kernels for sm_90a were compiled, not one"
     elif spill_bytes:
         wrong = f"{spill_bytes:,} bytes spilled"
-    elif tensor_cores != (pool.dtype == jnp.bfloat16):
-        wrong = f"the machine code {'uses' if tensor_cores else 'does not use'} the tensor cores in {pool.dtype}"
+    elif tensor_cores != (q.dtype != jnp.float32):
+        wrong = f"the machine code {'uses' if tensor_cores else 'does not use'} the tensor cores in {q.dtype}"
     elif alias_bytes < pool_bytes:
         wrong = f"only {alias_bytes:,} bytes are aliased, the pool has {pool_bytes:,}"
     elif temporary_bytes > TEMPORARY_LIMIT:
