@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import jax.numpy as jnp
 from jax import Array
@@ -120,9 +120,10 @@ def choose_backend(platform: str, device_kind: str) -> Backend:
 def _kernel(backend: TpuFacts | GpuFacts, grant: Grant, group: int) -> tuple[int, Callable[..., Array]]:
     """Tokens a tile of queries, and the kernel."""
     # Imported when used: a backend's Pallas dialect is of no concern to the others.
+    kernel: Any
     if isinstance(backend, TpuFacts):
         from pallas_kernels.tpu import paged_attention as kernel
     else:
-        from pallas_kernels.gpu import paged_attention as kernel  # type: ignore[no-redef]
+        from pallas_kernels.gpu import paged_attention as kernel
     size = tile_size(grant.packed, grant.rows, max(1, kernel.TILE_LINES // group))
     return size, partial(kernel.paged_attention, facts=backend)

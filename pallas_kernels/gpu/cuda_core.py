@@ -38,7 +38,7 @@ class CudaCore:
         return (
             filled(LEAST_REFERENCE, (BLOCK,), PER_ROW),
             filled(0, (BLOCK,), PER_ROW),
-            tuple(filled(0, (BLOCK, lanes.size), MATRIX) for lanes in lane_chunks(value_dim, 64)),
+            tuple(filled(0, (BLOCK, int(lanes.size)), MATRIX) for lanes in lane_chunks(value_dim, 64)),
         )
 
     def take(

@@ -14,15 +14,15 @@ PER_ROW = plgpu.Layout.WGMMA.reduce(1)
 PER_COLUMN = plgpu.Layout.WGMMA.reduce(0)
 
 
-def tiled(shape: tuple[int, ...], dtype: Any, *, beside: int | None = None) -> Any:
+def tiled(shape: tuple[int, ...], dtype: Any, lanes: int) -> Any:
     """Shared memory in swizzled tiles of 8 rows: what matrix instructions take, and free of bank conflicts.
 
-    Tiles are 128 bytes wide, or the next power of two that divides a row. The operands of one instruction must agree
-    in it: `beside` is the length of the other's rows, if it is not that of these.
+    Tiles are 128 bytes wide, or the next power of two that divides `lanes` elements. Both operands of an instruction
+    must agree in it, and so must a copy's destination with its source, whose rows are whole tiles.
     """
-    row_bytes = (beside or shape[-1]) * jnp.dtype(dtype).itemsize
-    swizzle = next(width for width in (128, 64, 32) if row_bytes % width == 0)
-    tile = plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize))  # type: ignore[abstract]
+    size = jnp.dtype(dtype).itemsize
+    swizzle = next(width for width in (128, 64, 32) if lanes * size % width == 0)
+    tile = plgpu.TilingTransform((8, swizzle // size))  # type: ignore[abstract]
     return plgpu.SMEM(shape, dtype, transforms=(tile, plgpu.SwizzleTransform(swizzle)))  # type: ignore[abstract]
 
 

@@ -36,10 +36,13 @@ class Ring:
     released: Ref
 
     @staticmethod
-    def scratch(buffers: int, dim: int, dtype: jnp.dtype, page_size: int, has_scales: bool) -> tuple[Any, ...]:
+    def scratch(
+        buffers: int, dim: int, lanes: int, dtype: jnp.dtype, page_size: int, has_scales: bool
+    ) -> tuple[Any, ...]:
         copies = BLOCK // min(page_size, BLOCK)
-        eight_bit = jnp.dtype(dtype).itemsize == 1  # never an operand of a matrix instruction: any layout will do
-        slots = plgpu.SMEM((buffers, BLOCK, dim), dtype) if eight_bit else tiled((buffers, BLOCK, dim), dtype)
+        shape = buffers, BLOCK, dim
+        # Codes of 8 bits are never an operand of a matrix instruction: any layout will do.
+        slots = plgpu.SMEM(shape, dtype) if jnp.dtype(dtype).itemsize == 1 else tiled(shape, dtype, lanes)
         return (
             slots,
             (plgpu.SMEM((buffers, BLOCK), jnp.float32),) if has_scales else (),
@@ -51,7 +54,7 @@ class Ring:
     def buffers(self) -> int:
         return self.slots.shape[0]
 
-    def await_room(self, turn: Scalar) -> int:
+    def await_room(self, turn: Scalar) -> Scalar:
         """The buffer of a turn, once what was in it has been used."""
         buffer = lax.rem(turn, self.buffers)
 

@@ -6,6 +6,7 @@ warpgroup that copies for those that compute as in Shah et al. 2024 (FlashAttent
 compute, `block_rule` chooses the sizes; this file puts them together.
 """
 
+import math
 from functools import partial
 from typing import Any
 
@@ -29,7 +30,7 @@ from pallas_kernels.hardware import GpuFacts
 HOPPER = (9, 0)
 TILE_LINES = 64  # query lines of one KV head that a tile had better not exceed: the rows of a matrix instruction
 # Registers of a thread in three warpgroups, which get 168 each: the producer only counts and starts copies.
-PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
+PRODUCER_REGISTERS, CONSUMER_REGISTERS = 56, 224
 
 
 def paged_attention(
@@ -104,9 +105,7 @@ def paged_attention(
         pieces=items + workers,
         consumers=consumers,
         buffers=buffers,
-        per_token=tuple(scales is not None and scale.ndim == 2 for scale in (scales.key, scales.value))
-        if scales
-        else (False, False),
+        per_token=(False, False) if scales is None else (scales.key.ndim == 2, scales.value.ndim == 2),
         interpret=interpret,
     )
     out, log_total = merge(pieces, logs, schedule, items)
@@ -188,23 +187,33 @@ def _call(
     q, _, pool, _, _ = arrays
     key_dim, page_size, exact = q.shape[-1], pool.shape[2], q.dtype == jnp.float32
     value_dim, lines = attention.value_dim, query_lines.count
+    # Queries lie as keys do, and weights as values: in tiles that divide the rows of the pool too.
+    key_lanes, value_lanes = key_dim, value_dim
+    if pool.dtype == q.dtype:
+        key_lanes, value_lanes = math.gcd(key_dim, pool.shape[3]), math.gcd(value_dim, pool.shape[3])
     if exact:
         query, memory = plgpu.SMEM((1, key_dim), q.dtype), CudaCore.scratch(consumers, value_dim)
     else:
-        query = tiled((TILE, key_dim), q.dtype)
-        memory = TensorCore.scratch(consumers, key_dim, value_dim, q.dtype, pool.dtype != q.dtype)
+        query = tiled((TILE, key_dim), q.dtype, key_lanes)
+        memory = TensorCore.scratch(consumers, key_dim, value_dim, value_lanes, q.dtype, pool.dtype != q.dtype)
     ring = partial(Ring.scratch, buffers, dtype=pool.dtype, page_size=page_size)
 
     def kernel(*refs):
         inputs, outputs, scratch = refs[: len(flat)], refs[len(flat) : len(flat) + 2], refs[len(flat) + 2 :]
+        own: Any
         keys, values, query, own, ends, query_arrived, query_released = jax.tree.unflatten(scratch_tree, scratch)
+        arrays, scalars, schedule = jax.tree.unflatten(tree, inputs)
+        out, log = outputs
         body = _Body(
-            *jax.tree.unflatten(tree, inputs),
-            *outputs,
+            arrays,
+            scalars,
+            Worker(*schedule, index=lax.axis_index("worker"), items_per_tile=query_lines.items),
+            out,
+            log,
             Ring(*keys),
             Ring(*values),
             query,
-            CudaCore(*own) if exact else TensorCore(*own, interpret is not None),
+            CudaCore(*own) if exact else TensorCore(*own, interpreted=interpret is not None),
             ends,
             query_arrived,
             query_released,
@@ -231,8 +240,8 @@ def _call(
     flat, tree = jax.tree.flatten((arrays, scalars, schedule))
     scratch, scratch_tree = jax.tree.flatten(
         (
-            ring(dim=key_dim, has_scales=per_token[0]),
-            ring(dim=value_dim, has_scales=per_token[1]),
+            ring(dim=key_dim, lanes=key_lanes, has_scales=per_token[0]),
+            ring(dim=value_dim, lanes=value_lanes, has_scales=per_token[1]),
             query,
             memory,
             plgpu.SMEM((TILE,), jnp.int32),
@@ -263,7 +272,7 @@ class _Body:
         self,
         arrays: tuple[Ref, ...],
         scalars: tuple[Ref, ...],
-        schedule: tuple[Ref, ...],
+        worker: Worker,
         out: Ref,
         log: Ref,
         keys: Ring,
@@ -280,7 +289,7 @@ class _Body:
     ):
         self.q, self.ends_of_tiles, self.pool, self.scale_pools, self.pages = arrays
         self.row, self.queries, self.context, self.page_offset, self.key_scale, self.value_scale = scalars
-        self.worker = Worker(*schedule, lax.axis_index("worker"), query_lines.items)
+        self.worker = worker
         self.out, self.log, self.keys, self.values, self.ends = out, log, keys, values, ends
         self.query, self.own = query, own
         self.query_arrived, self.query_released = query_arrived, query_released

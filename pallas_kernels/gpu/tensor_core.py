@@ -40,10 +40,12 @@ class TensorCore:
     interpreted: bool
 
     @staticmethod
-    def scratch(consumers: int, key_dim: int, value_dim: int, dtype: jnp.dtype, quantised: bool) -> tuple[Any, ...]:
-        codes = (tiled((consumers, BLOCK, key_dim), dtype), tiled((consumers, BLOCK, value_dim), dtype))
+    def scratch(
+        consumers: int, key_dim: int, value_dim: int, value_lanes: int, dtype: jnp.dtype, quantised: bool
+    ) -> tuple[Any, ...]:
+        codes = tuple(tiled((consumers, BLOCK, dim), dtype, dim) for dim in (key_dim, value_dim))
         return (
-            tiled((consumers, TILE, BLOCK), dtype, beside=value_dim),
+            tiled((consumers, TILE, BLOCK), dtype, value_lanes),
             codes if quantised else (),
             plgpu.SMEM((consumers, TILE, answer_lanes(value_dim)), jnp.float32),
             plgpu.SMEM((consumers, TILE), jnp.float32),

@@ -110,7 +110,7 @@ def test_a_missing_wait_for_room_is_noticed(monkeypatch, case):
 
 def test_buffers_that_go_from_consumer_to_consumer_are_noticed(monkeypatch):
     monkeypatch.setattr(kernel, "ring_buffers", lambda *shape: 3)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="all phases|no threads observed phase"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"all phases|no threads observed phase"):
         run(replace(BFLOAT16, lengths=(700,), tiles=((0, 1, 700),)), workers=1, detect_races=False)
 
 
