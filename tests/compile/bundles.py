@@ -8,6 +8,7 @@ is loaded. Use one process for one target.
         print(kernel.name, loop.shortest(block_bytes).bundles)
 """
 
+import atexit
 import os
 import re
 import shutil
@@ -16,10 +17,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from glob import escape as glob_escape
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 DUMP = Path(tempfile.mkdtemp(prefix="bundles-"))
+atexit.register(shutil.rmtree, DUMP, ignore_errors=True)
 os.environ["LIBTPU_INIT_ARGS"] = (
     f"{os.environ.get('LIBTPU_INIT_ARGS', '')} --xla_jf_dump_to={DUMP} --xla_jf_dump_llo_text=true"
 )
@@ -151,7 +154,7 @@ class Loop:
         for loop in self.inner:
             cuts = {cut for cut in cuts if not loop.first < cut < loop.end} | {loop.first, loop.end}
         ordered = sorted(cut for cut in cuts if self.first <= cut <= self.end)
-        return list(zip(ordered, ordered[1:], strict=False))
+        return list(pairwise(ordered))
 
 
 @dataclass(frozen=True, eq=False)
@@ -208,7 +211,6 @@ def kernels(target: str, function: Callable, *shapes: Any, donate: tuple[int, ..
     DUMP.mkdir()
     compile_for(target, function, *shapes, donate=donate)
     found = list(_parse_all(target))
-    shutil.rmtree(DUMP)
     return found
 
 
@@ -220,10 +222,10 @@ def _parse_all(target: str) -> Iterator[Kernel]:
             continue
         stem = listing.name.rpartition("-")[0].rpartition("-")[0]
         (use,) = DUMP.glob(f"{glob_escape(stem)}-*-final_hlo-static-per-bundle-utilization.txt")
-        yield _parse(entry[1], target, text, use.read_text())
+        yield parse(entry[1], target, text, use.read_text())
 
 
-def _parse(name: str, target: str, listing: str, utilisation: str) -> Kernel:
+def parse(name: str, target: str, listing: str, utilisation: str) -> Kernel:
     """A kernel from its final bundles and the table of their use, which has a line for each."""
     units, uses = _parse_utilisation(utilisation)
     starts = list(BUNDLE.finditer(listing))
