@@ -59,9 +59,8 @@ def tpu_lines(report: dict[str, Any]) -> Iterator[str]:
             yield f"{start} refused: {record['refused'][:110]}"
             continue
         units = record["units"]
-        verdict = (
-            "yes" if record["memory_bound"] else f"no: {record['bytes_per_bundle'] / needed:.0%} of what HBM brings"
-        )
+        share = record["bytes_per_bundle"] / needed
+        verdict = "yes" if record["memory_bound"] else f"no: {share:.0%} of what HBM brings"
         yield (
             f"{start} {record['bundles']:>7,} {record['block_bytes']:>9,} {record['bytes_per_bundle']:>8,.0f} "
             f"{record['bytes_per_bundle_longest']:>8,.0f} {units['MXU']:>4.0%} {units['VALU']:>4.0%} "
@@ -98,9 +97,9 @@ def gpu_lines(report: dict[str, Any]) -> Iterator[str]:
 
 
 TPU_KEY = """\
-bundles, B/bundle: the quickest iteration of the innermost loop that handles a block of K and V (its page copies started
-and awaited, page by page where they are a loop); "all ways" counts every branch as if all were taken: no iteration is
-slower. MXU … scalar: share of issue slots. copy, compute: cycles for one page. Memory-bound: B/bundle ≥ bytes a cycle."""
+bundles, B/bundle: the quickest iteration of the innermost loop that handles a block of K and V, its page copies started
+and awaited, page by page where that is a loop. all ways: B/bundle as if no branch were ever skipped, which no iteration
+is slower than. MXU … scalar: share of issue slots. copy, compute: cycles for a page. Memory-bound: compute ≤ copy."""
 GPU_KEY = """\
 bulk: bulk copies (UTMALDG, UBLKCP) to shared memory; 16 B: LDGSTS; 4 B: loads of 4 bytes to registers, which page
 ids and lengths are; other: of other widths. K and V come by bulk copies alone if 16 B and other are 0. KV bytes a cycle

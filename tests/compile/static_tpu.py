@@ -31,7 +31,7 @@ from tests.compile.tpu_target import abstract_mesh, compile_for
 # Rows that a matrix unit takes in a cycle: a matmul of 8 rows holds it for 8 bundles up to v5p and for 4 since, by the
 # capacities in the compiler's own static-bundle-profile.
 ROWS_A_CYCLE = {"v4": 1, "v5e": 1, "v5p": 1, "v6e": 2, "tpu7x": 2}
-# Where Google publishes more bandwidth than JAX knows, the higher figure is the harder one to keep up with. A TensorCore.
+# Of a TensorCore, where Google publishes more bandwidth than JAX knows: the higher figure is harder to keep up with.
 PUBLISHED_BYTES_PER_SECOND = {"v5p": 2.765e12 / 2}  # cloud.google.com/tpu/docs/v5p
 PEER_BLOCK_TOKENS = 256
 

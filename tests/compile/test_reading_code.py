@@ -5,7 +5,7 @@ import pytest
 from tests.compile.bundles import Kernel, parse
 from tests.compile.sass import instructions, loads, loops
 
-# A loop of 12 bundles on v6e, with 4 delay slots a branch: bundle 4 may skip bundles 9 and 10, bundle 11 goes back to 1.
+# A loop on v6e, with 4 delay slots a branch: bundle 4 may skip bundles 9 and 10, bundle 11 goes back to 1.
 LISTING = """
      0   :  { %s1 = smov 0 } /* entry bundle: %kernel.1 = custom-call(%a) */
    0x1 LB: > { %v1 = vld [vmem:[#allocation2]]  ;;  %v2 = vld [vmem:[#allocation2 + $0x8]] } /* Start region 5 */
@@ -25,14 +25,13 @@ LISTING = """
    0xf   :  {}
   0x10   :  { %30 = vsyncpa [#allocation1], 1 }
 """
-USE = """== CAPACTIY:
+BUSY = {1: "0 0 2 0", 3: "1 0 0 0", 4: "0 0 1 1", 9: "0 1 0 0", 10: "0 1 0 0"}
+HEADING = """== CAPACTIY:
 MXU, VALU, VLOAD, VLOAD:FILL
   2     4      3           3
 == UTILIZATION:
-""" + "\n".join(
-    {1: "0 0 2 0", 3: "1 0 0 0", 4: "0 0 1 1", 9: "0 1 0 0", 10: "0 1 0 0"}.get(address, "0 0 0 0")
-    for address in range(17)
-)
+"""
+USE = HEADING + "\n".join(BUSY.get(address, "0 0 0 0") for address in range(17))
 
 
 @pytest.fixture
@@ -72,14 +71,14 @@ def test_an_inner_loop_runs_as_often_as_the_block_needs_it():
     loads = ";;".join(f"  %v{i} = vld [vmem:[#allocation2 + ${i}]]" for i in range(8))
     first = f"     0 LB: > {{ {loads} }} /* Start region 5 */"
     listing = "\n".join([first, *(line.format(address=hex(at)) for at, line in enumerate(lines, 1))])
-    use = USE.split("== UTIL")[0] + "== UTILIZATION:\n" + "\n".join(["1 0 8 0"] + ["0 0 0 0"] * len(lines))
+    use = HEADING + "\n".join(["1 0 8 0"] + ["0 0 0 0"] * len(lines))
     kernel = parse("kernel.1", "v6e", listing, use)
     assert kernel.innermost(2**15).shortest(2**15).bundles == 1 + 1 + 4 * 6 + 5
 
 
 def test_a_table_of_another_kernel_is_refused():
-    with pytest.raises(ValueError, match="17 bundles of kernel.1 are listed and 16"):
-        parse("kernel.1", "v6e", LISTING, USE.rpartition("\n")[0])
+    with pytest.raises(ValueError, match="17 bundles of kernel are listed and 16"):
+        parse("kernel", "v6e", LISTING, USE.rpartition("\n")[0])
 
 
 SASS = """
