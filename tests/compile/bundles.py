@@ -44,6 +44,10 @@ LOAD = re.compile(r"= vld[\w.]* \[vmem:\[(?!#allocation\d+_spill)")
 ENTRY = re.compile(r"/\* entry bundle: %(\S+) = custom-call\(")
 
 
+class ListingError(ValueError):
+    """The compiler's listings are not what this module knows how to read."""
+
+
 @dataclass(frozen=True)
 class Work:
     """What some bundles do."""
@@ -167,6 +171,7 @@ class Kernel:
     per_bundle: list[Work]
     branches: dict[int, int]  # the address of a branch, and where it may go
     scalar_spills: int  # spilled to scalar memory, in the text of the whole kernel
+    one_core: bool  # of the two that the device has, all but the first skip the kernel
 
     def work(self, first: int, end: int) -> Work:
         """What the bundles [first, end) do if each runs once."""
@@ -230,13 +235,16 @@ def parse(name: str, target: str, listing: str, utilisation: str) -> Kernel:
     units, uses = _parse_utilisation(utilisation)
     starts = list(BUNDLE.finditer(listing))
     if [int(start[1] or "0", 16) for start in starts] != list(range(len(uses))):
-        raise ValueError(f"{len(starts)} bundles of {name} are listed and {len(uses)} have their use counted")
+        raise ListingError(f"{len(starts)} bundles of {name} are listed and {len(uses)} have their use counted")
     ends = [start.start() for start in starts[1:]] + [len(listing)]
     texts = [listing[start.end() : end] for start, end in zip(starts, ends, strict=True)]
     regions = {region: address for address, text in enumerate(texts) for region in REGION.findall(text)}
-    branches = {address: regions[to] for address, text in enumerate(texts) for to in BRANCH.findall(text)}
+    # A region that is marked nowhere begins past the last bundle.
+    end = len(texts)
+    branches = {address: regions.get(to, end) for address, text in enumerate(texts) for to in BRANCH.findall(text)}
+    one_core = "megacore core id" in texts[0] and end in branches.values()
     per_bundle = [_work(text, use, GRANULE_BYTES[target]) for text, use in zip(texts, uses, strict=True)]
-    return Kernel(name, target, units, per_bundle, branches, listing.count("_spill]] %"))
+    return Kernel(name, target, units, per_bundle, branches, listing.count("_spill]] %"), one_core)
 
 
 def _parse_utilisation(text: str) -> tuple[dict[str, int], list[tuple[int, ...]]]:

@@ -59,8 +59,9 @@ def tpu_lines(report: dict[str, Any]) -> Iterator[str]:
             yield f"{start} refused: {record['refused'][:110]}"
             continue
         units = record["units"]
-        share = record["bytes_per_bundle"] / needed
+        share = record["share_of_hbm"]
         verdict = "yes" if record["memory_bound"] else f"no: {share:.0%} of what HBM brings"
+        verdict += ", on one core of two" if record["one_core"] else ""
         yield (
             f"{start} {record['bundles']:>7,} {record['block_bytes']:>9,} {record['bytes_per_bundle']:>8,.0f} "
             f"{record['bytes_per_bundle_longest']:>8,.0f} {units['MXU']:>4.0%} {units['VALU']:>4.0%} "

@@ -4,7 +4,7 @@ Compiles every subject at every shape and writes what the bundles say to FILE, a
 this, one process a target, and prints it.
 """
 
-from tests.compile.bundles import Kernel, Work, kernels  # first: it says how libtpu is loaded
+from tests.compile.bundles import Kernel, ListingError, Work, kernels  # first: it says how libtpu is loaded
 
 # isort: split
 import json
@@ -110,11 +110,12 @@ def jax_ragged(queries_per_block: int, case: DecodeCase, facts: TpuFacts) -> Pro
 
 
 def jax_paged(case: DecodeCase, facts: TpuFacts) -> Program:
-    """jax's paged_attention. Its inner loop takes one KV head at a time."""
+    """jax's paged_attention. Its inner loop takes one KV head at a time; two cores share the rows if it is told so."""
     pages = PEER_BLOCK_TOKENS // case.page_size
+    options = {"pages_per_compute_block": pages, "megacore_mode": "batch" if facts.tensor_cores > 1 else None}
 
     def function(q, keys, values, lengths, table):
-        return jax_paged_attention.paged_attention(q, keys, values, lengths, table, pages_per_compute_block=pages)
+        return jax_paged_attention.paged_attention(q, keys, values, lengths, table, **options)
 
     half = _array(case.kv_heads, case.total_pages, case.page_size, case.head_dim)
     shapes = (_array(case.rows, case.q_heads, case.head_dim), half, half, _ints(case.rows))
@@ -154,7 +155,11 @@ def cost(kernel: Kernel, block_bytes: int, page_bytes: int, bytes_per_cycle: flo
     found = (loop.shortest(block_bytes), loop.longest(block_bytes))
     shortest, longest = (path if path is not None else Work() for path in found)
     units = list(kernel.units)
+    # A core that works alone has the memory of both to keep up with.
+    bytes_per_cycle *= 2 if kernel.one_core else 1
     return {
+        "one_core": kernel.one_core,
+        "share_of_hbm": block_bytes / shortest.bundles / bytes_per_cycle,
         "block_bytes": block_bytes,
         "bundles": shortest.bundles,
         "bundles_longest": longest.bundles,
@@ -181,13 +186,14 @@ def reason(error: Exception) -> str:
 def measured(target: str, case: DecodeCase, subject: str, bytes_per_cycle: float) -> dict[str, Any]:
     """The record of one subject at one shape: its cost, or why it was refused."""
     record = {"target": target, "subject": subject, **case.record()}
+    program = SUBJECTS[subject](case, TPUS[target])
     try:
-        program = SUBJECTS[subject](case, TPUS[target])
-        found = kernels(target, program.function, *program.shapes, donate=program.donate)
-        (kernel,) = found
-        return record | cost(kernel, program.block_bytes, case.page_bytes, bytes_per_cycle)
+        (kernel,) = kernels(target, program.function, *program.shapes, donate=program.donate)
+    except ListingError:
+        raise
     except Exception as error:  # whatever the compiler raises is what is reported
         return record | {"refused": reason(error)}
+    return record | cost(kernel, program.block_bytes, case.page_bytes, bytes_per_cycle)
 
 
 def compiles(target: str, case: DecodeCase, subject: str) -> dict[str, Any]:
