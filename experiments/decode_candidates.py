@@ -95,7 +95,8 @@ def contiguous(implementation: str, batch: Batch, heads: Heads, page_size: int) 
 
     def stored(layer: int, row: int, head: int) -> tuple[np.ndarray, np.ndarray]:
         keys, values, _ = sets[layer]
-        return tuple(np.asarray(side[row, : batch.lengths[row], head]) for side in (keys, values))
+        length = batch.lengths[row]
+        return np.asarray(keys[row, :length, head]), np.asarray(values[row, :length, head])
 
     return Decode(attend, sets, stored)
 
@@ -140,12 +141,14 @@ def jax_paged(platform: str, batch: Batch, heads: Heads, page_size: int, **optio
             return paged_attention(q, keys, values, lengths, table, pages_per_compute_block=pages, **options)
         from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention as in_triton
 
-        pages = min(8, table.shape[1] // 16)
+        pages = min(max(1, 128 // page_size), table.shape[1] // 16)  # of a sixteenth of a row, which a program takes
         return in_triton(q, keys, values, table, lengths, pages_per_compute_block=pages, **options)
 
     def stored(layer: int, row: int, head: int) -> tuple[np.ndarray, np.ndarray]:
-        pages, length = paging.of(row, batch.lengths[row]), batch.lengths[row]
-        return tuple(np.asarray(side[head, pages].reshape(-1, heads.dim)[:length]) for side in sets[layer][:2])
+        length = batch.lengths[row]
+        pages = paging.of(row, length)
+        keys, values = (np.asarray(side[head, pages].reshape(-1, heads.dim)[:length]) for side in sets[layer][:2])
+        return keys, values
 
     return Decode(attend, sets, stored)
 
