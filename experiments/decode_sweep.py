@@ -26,7 +26,6 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,8 +35,9 @@ from tqdm import tqdm
 
 from experiments.decode_candidates import Candidate, Decode, candidates, interpreted
 from experiments.decode_cases import Batch, Heads, made_up, one_long_row, staggered
+from experiments.decode_table import Record, findings, lines, plot_shares
 from experiments.device_time import Timing, copy_bandwidth, read_bandwidth, time_in_turns
-from experiments.figures import plot_bars, write_figures
+from experiments.figures import write_figures
 from kvjax.attention.paged import choose_backend
 
 PAGES = flags.DEFINE_list("pages", ["16", "64", "128"], "Page sizes.")
@@ -48,10 +48,6 @@ JSON = flags.DEFINE_string("json", None, "Also write the figures to this file.")
 PLOT = flags.DEFINE_string("plot", None, "Also draw the shares of the read bandwidth, as a PNG.")
 
 TOLERANCE = 0.02  # of the largest value: bfloat16 rounds weights and results by 1/256 and averages over many
-FA3_8x32K_ON_H200 = 253.5e-6
-"""Seconds of a layer of FlashAttention 3 with pages at 8 × 32K on an H200: the mark to beat."""
-
-Record = dict[str, Any]
 
 
 def workloads() -> tuple[Heads, list[Batch]]:
@@ -164,53 +160,6 @@ def sweep(who: list[Candidate], heads: Heads, batches: list[Batch], pages: list[
     return records
 
 
-def lines(records: list[Record], *, timed: bool) -> list[str]:
-    """The table."""
-    heading = f"{'batch':22s} {'page':>4s} {'kernel':30s} {'error':>8s}"
-    if timed:
-        heading += (
-            f" {'µs':>9s} {'fastest – slowest':>19s} {'compile s':>9s} {'needed GB':>9s} {'GB/s':>7s} "
-            f"{'of read':>7s} {'of copy':>7s}"
-        )
-    table = [heading]
-    for record in records:
-        start = f"{record['batch']:22s} {record['page'] or '':>4} {record['kernel']:30s}"
-        if "refused" in record:
-            table.append(f"{start} {record['refused']}")
-            continue
-        line = f"{start} {record['error']:>8.1e}{'' if record['right'] else ' WRONG'}"
-        if timed:
-            spread = f"{record['fastest'] * 1e6:,.1f} – {record['slowest'] * 1e6:,.1f}"
-            line += (
-                f" {record['seconds'] * 1e6:>9,.1f} {spread:>19s} {record['compile_seconds']:>9.1f} "
-                f"{record['needed_bytes'] / 1e9:>9.3f} {record['bytes_per_second'] / 1e9:>7,.0f} "
-                f"{record['share_of_read']:>7.1%} {record['share_of_copy']:>7.1%}"
-            )
-        table.append(line)
-    return table
-
-
-def findings(records: list[Record], device_kind: str) -> list[str]:
-    """What the table is read for: the device's own speed, the balance of work, the mark."""
-    by_bytes = {r["needed_bytes"]: r for r in records if "needed_bytes" in r}
-    found = [
-        f"the device at {size / 1e9:.3f} GB: reads {record['read_bandwidth'] / 1e9:,.0f} GB/s, "
-        f"copies {record['copy_bandwidth'] / 1e9:,.0f} GB/s (read + written)"
-        for size, record in by_bytes.items()
-    ]
-    ours = {(r["batch"], r["page"]): r["seconds"] for r in records if r["kernel"] == "kvjax" and "seconds" in r}
-    long_row, balanced = (batch.name for batch in workloads()[1][-2:])
-    for batch, page in ours:
-        if batch == long_row and (balanced, page) in ours:
-            ratio = ours[batch, page] / ours[balanced, page]
-            found.append(f"page {page}: {long_row} takes {ratio:.2f} × the time of {balanced}")
-        if batch == "8 × 32,768" and "H200" in device_kind:
-            ratio = ours[batch, page] / FA3_8x32K_ON_H200
-            mark = f"FA3's {FA3_8x32K_ON_H200 * 1e6:.1f} µs on an H200"
-            found.append(f"page {page}: {batch} takes {ratio:.2f} × {mark}")
-    return found
-
-
 def accelerated(device: jax.Device) -> Iterator[Candidate]:
     """Who can be measured on a device. NotImplementedError for one without kernels."""
     return candidates(device.platform, choose_backend(device.platform, device.device_kind))
@@ -233,23 +182,13 @@ def main(argv: Sequence[str]) -> int:
 
     heads, batches = workloads()
     records = sweep(who, heads, batches, pages, timed=timed)
-    print(*lines(records, timed=timed), *findings(records, device.device_kind), sep="\n")
+    print(*lines(records, timed=timed), *findings(records, batches, device.device_kind), sep="\n")
     if JSON.value:
         write_figures(JSON.value, dry_run=not timed, tolerance=TOLERANCE, records=records)
     if PLOT.value and timed:
         plot_shares(PLOT.value, records, device.device_kind)
     ours = [record for record in records if record["kernel"].startswith("kvjax")]
     return 0 if all(record["right"] or record["left_out"] for record in ours) else 1
-
-
-def plot_shares(path: str, records: list[Record], device_kind: str) -> None:
-    """A bar a kernel, in groups of one batch and page size."""
-    bars: dict[str, dict[str, float]] = {}
-    for record in records:
-        if "share_of_read" in record:
-            group = record["batch"] + (f", page {record['page']}" if record["page"] else "")
-            bars.setdefault(record["kernel"], {})[group] = record["share_of_read"]
-    plot_bars(path, bars, title=f"Paged decode on {device_kind}", axis="share of the device's read bandwidth")
 
 
 if __name__ == "__main__":

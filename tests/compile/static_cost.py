@@ -78,18 +78,20 @@ def gpu_lines(report: dict[str, Any]) -> Iterator[str]:
     yield (
         f"{report['kernels'][0]['target']}   {'shape':18s} {'regs':>4s} {'spills':>6s} {'threads':>7s} {'shared':>8s} "
         f"{'blocks by regs/shared/threads':>29s} {'bulk':>5s} {'16 B':>5s} {'other':>5s} {'4 B':>5s} {'WGMMA':>5s} "
-        f"{'KV bytes a cycle: memory':>24s} {'issue':>6s} {'tensor':>6s}  memory-bound by construction"
+        f"{'in flight KiB':>13s} {'KV bytes a cycle: memory':>24s} {'issue':>6s} {'tensor':>6s}  memory-bound by construction"
     )
     for record in report["kernels"]:
         if "refused" in record:
             yield f"       {record['shape']:18s} refused: {record['refused'][:140]}"
             continue
         blocks, loads = record["thread_blocks"], record["loads"]
+        in_flight = f"{record['shared_bytes_in_use'] / 1024:.0f} of {record['bytes_in_flight_needed'] / 1024:.0f}"
         held = "/".join(str(blocks[by]) for by in ("by_registers", "by_shared_memory", "by_threads"))
         yield (
             f"       {record['shape']:18s} {record['registers']:>4} {record['spill_bytes']:>6} {record['threads']:>7} "
             f"{record['shared_bytes']:>8,} {held:>29s} {loads['bulk_copies']:>5} {loads['small_copies']:>5} "
             f"{loads['other_loads']:>5} {loads['four_byte_loads']:>5} {record['wgmma']:>5} "
+            f"{in_flight:>13s} "
             f"{record['memory_bytes_per_cycle']:>24.1f} {record['bytes_per_cycle_by_issue']:>6.1f} "
             f"{record['bytes_per_cycle_by_tensor_cores']:>6.1f}  {'yes' if record['memory_bound'] else 'no'}"
         )
@@ -103,8 +105,9 @@ and awaited, page by page where that is a loop. all ways: B/bundle as if no bran
 is slower than. MXU … scalar: share of issue slots. copy, compute: cycles for a page. Memory-bound: compute ≤ copy."""
 GPU_KEY = """\
 bulk: bulk copies (UTMALDG, UBLKCP) to shared memory; 16 B: LDGSTS; 4 B: loads of 4 bytes to registers, which page
-ids and lengths are; other: of other widths. K and V come by bulk copies alone if 16 B and other are 0. KV bytes a cycle
-of a multiprocessor: what memory brings; what its schedulers can issue the loop for; what its tensor cores multiply."""
+ids and lengths are; other: of other widths. K and V come by bulk copies alone if 16 B and other are 0. in flight: shared
+memory of the thread blocks that a multiprocessor holds, and what memory brings it in a microsecond. KV bytes a cycle of
+a multiprocessor: what memory brings; what its schedulers can issue the loop for; what its tensor cores multiply."""
 
 
 def main() -> None:

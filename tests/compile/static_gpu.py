@@ -16,58 +16,12 @@ from pallas_kernels.gpu.paged_attention import paged_attention
 from pallas_kernels.arguments import Attention
 from pallas_kernels.hardware import GPUS, KIB, MIB, GpuFacts
 from tests.compile.decode_case import CASES, DecodeCase, decode_arguments
-from tests.compile.gpu_target import MosaicKernel, compile_for, mosaic_kernels
-from tests.compile.sass import Instruction, instructions, loads, loops
-
-# NVIDIA's H100 data sheet, SXM board, dense bfloat16; H200 has the same multiprocessors.
-PEAK_FLOPS = 989.4e12
-TENSOR_FLOPS_A_CYCLE = 4096  # of one multiprocessor in dense 16-bit products (Hopper white paper, 2022)
-REGISTERS = 65_536  # of one multiprocessor
-REGISTERS_A_WARP_STEP = 256  # what a warp's registers are rounded up to
-THREADS = 2048
-THREAD_BLOCKS = 32
-DRIVER_SHARED_BYTES = KIB  # of each thread block
-LATENCY_SECONDS = 1e-6  # of a copy from memory under load, a generous round figure
+from tests.compile.gpu_bound import bound, thread_blocks
+from tests.compile.gpu_target import compile_for, mosaic_kernels
+from tests.compile.sass import instructions, loads, loops
 
 # The kernel is for Hopper; whether it takes this one is asked too. From NVIDIA's DGX B200 data sheet.
 B200 = GpuFacts("b200", "NVIDIA B200", (10, 0), 148, 228 * KIB, 227 * KIB, 126 * MIB, 192 * 10**9, 8e12)
-
-
-def thread_blocks(kernel: MosaicKernel, facts: GpuFacts) -> dict[str, int]:
-    """How many thread blocks a multiprocessor holds, by each of its resources."""
-    warps = -(-kernel.threads // 32)
-    per_warp = -(-kernel.registers * 32 // REGISTERS_A_WARP_STEP) * REGISTERS_A_WARP_STEP
-    return {
-        "by_registers": REGISTERS // (warps * per_warp),
-        "by_shared_memory": facts.shared_memory_bytes // (kernel.shared_bytes + DRIVER_SHARED_BYTES),
-        "by_threads": min(THREADS // kernel.threads, THREAD_BLOCKS),
-    }
-
-
-def bound(bodies: list[list[Instruction]], facts: GpuFacts, element_bytes: int) -> dict[str, Any]:
-    """What one multiprocessor could take of K and V in a cycle, against what memory brings it.
-
-    A product of 64 query lines does 2 · 64 operations on each element of K or V, which tells how much of them an
-    iteration of the loop with the products handles. One warp of a warpgroup runs on each of the four schedulers, each
-    of which issues one instruction a cycle.
-    """
-    hertz = PEAK_FLOPS / (facts.multiprocessors * TENSOR_FLOPS_A_CYCLE)
-    needed = facts.memory_bytes_per_second / facts.multiprocessors / hertz
-    main = max(bodies, key=lambda body: (sum(line.flops for line in body), -len(body)))
-    flops = sum(line.flops for line in main)
-    iteration_bytes = flops // (2 * 64) * element_bytes
-    by_issue = iteration_bytes / len(main)
-    by_tensor_cores = TENSOR_FLOPS_A_CYCLE / (2 * 64) * element_bytes
-    return {
-        "hertz": hertz,
-        "memory_bytes_per_cycle": needed,
-        "loop_instructions": len(main),
-        "loop_bytes": iteration_bytes,
-        "bytes_per_cycle_by_issue": by_issue,
-        "bytes_per_cycle_by_tensor_cores": by_tensor_cores,
-        "memory_bound": min(by_issue, by_tensor_cores) >= needed,
-        "bytes_in_flight_needed": facts.memory_bytes_per_second * LATENCY_SECONDS / facts.multiprocessors,
-    }
 
 
 def our_attention(case: DecodeCase, facts: GpuFacts) -> tuple[Callable, tuple[Any, ...]]:
@@ -92,7 +46,7 @@ def measured(target: str, case: DecodeCase) -> dict[str, Any]:
         products = [sum(instruction.flops > 0 for instruction in code) for code in codes]
         main = products.index(max(products))
         kernel = kernels[main]
-        blocks = thread_blocks(kernel, facts)
+        blocks = thread_blocks(kernel.registers, kernel.threads, kernel.shared_bytes, facts)
         return record | {
             "kernels": len(kernels),
             "registers": kernel.registers,

@@ -2,7 +2,9 @@
 
 import pytest
 
+from pallas_kernels.hardware import H200
 from tests.compile.bundles import Kernel, parse
+from tests.compile.gpu_bound import bound, thread_blocks
 from tests.compile.sass import instructions, loads, loops
 
 # A loop on v6e, with 4 delay slots a branch: bundle 4 may skip bundles 9 and 10, bundle 11 goes back to 1.
@@ -104,3 +106,17 @@ def test_loops_and_products_of_machine_code():
 def test_loads_are_sorted_and_a_bulk_store_is_none():
     code = [instruction for _, instruction in instructions(SASS)]
     assert loads(code) == {"bulk_copies": 1, "small_copies": 1, "other_loads": 1, "four_byte_loads": 1}
+
+
+def test_thread_blocks_of_a_multiprocessor():
+    """218 registers are 7,168 a warp, and 2 × 4 warps of them the most of 65,536; two times 92 KiB fit in 228 KiB."""
+    found = thread_blocks(registers=218, threads=128, shared_bytes=91 * 1024, facts=H200)
+    assert found == {"by_registers": 2, "by_shared_memory": 2, "by_threads": 16}
+
+
+def test_what_a_loop_of_products_takes_in_a_cycle():
+    """64×128×16 products are 2,048 elements of K or V, 4 KiB in bfloat16, in a loop of four instructions."""
+    found = bound(loops(SASS), H200, element_bytes=2)
+    assert found["loop_bytes"] == 4096 and found["bytes_per_cycle_by_issue"] == 1024
+    assert found["bytes_per_cycle_by_tensor_cores"] == 64
+    assert round(found["memory_bytes_per_cycle"], 1) == 19.9 and found["memory_bound"]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from absl import flags
 
-from experiments import decode_candidates, decode_cases, decode_sweep, device_time
+from experiments import decode_candidates, decode_cases, decode_sweep, decode_table, device_time
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def test_the_timed_path_runs_and_reports_what_it_needs(monkeypatch):
     assert record["fastest"] <= record["seconds"] <= record["slowest"]
     assert record["share_of_read"] == 2 * record["share_of_copy"] > 0
     assert device_time.read_bandwidth(2**16) > 0 and device_time.copy_bandwidth(2**16) > 0
-    assert "of read" in decode_sweep.lines([record], timed=True)[0]
+    assert "of read" in decode_table.lines([record], timed=True)[0]
 
 
 def test_calls_take_turns_and_none_is_left_out():
@@ -109,5 +109,5 @@ def test_pages_are_permuted_and_the_made_up_numbers_are_of_unit_variance():
 
 def test_the_plot_is_drawn(tmp_path):
     record = {"batch": "8 × 32,768", "page": 16, "kernel": "kvjax", "share_of_read": 0.9}
-    decode_sweep.plot_shares(str(tmp_path / "plot.png"), [record, record | {"kernel": "peer"}], "a device")
+    decode_table.plot_shares(str(tmp_path / "plot.png"), [record, record | {"kernel": "peer"}], "a device")
     assert (tmp_path / "plot.png").stat().st_size > 1000
