@@ -78,7 +78,8 @@ def gpu_lines(report: dict[str, Any]) -> Iterator[str]:
     yield (
         f"{report['kernels'][0]['target']}   {'shape':18s} {'regs':>4s} {'spills':>6s} {'threads':>7s} {'shared':>8s} "
         f"{'blocks by regs/shared/threads':>29s} {'bulk':>5s} {'16 B':>5s} {'other':>5s} {'4 B':>5s} {'WGMMA':>5s} "
-        f"{'in flight KiB':>13s} {'KV bytes a cycle: memory':>24s} {'issue':>6s} {'tensor':>6s}  memory-bound by construction"
+        f"{'in flight KiB':>13s} {'KV bytes a cycle: memory':>24s} {'issue':>6s} {'tensor':>6s}  "
+        "memory-bound by construction"
     )
     for record in report["kernels"]:
         if "refused" in record:
@@ -105,9 +106,9 @@ and awaited, page by page where that is a loop. all ways: B/bundle as if no bran
 is slower than. MXU … scalar: share of issue slots. copy, compute: cycles for a page. Memory-bound: compute ≤ copy."""
 GPU_KEY = """\
 bulk: bulk copies (UTMALDG, UBLKCP) to shared memory; 16 B: LDGSTS; 4 B: loads of 4 bytes to registers, which page
-ids and lengths are; other: of other widths. K and V come by bulk copies alone if 16 B and other are 0. in flight: shared
-memory of the thread blocks that a multiprocessor holds, and what memory brings it in a microsecond. KV bytes a cycle of
-a multiprocessor: what memory brings; what its schedulers can issue the loop for; what its tensor cores multiply."""
+ids and lengths are; other: of other widths. K and V come by bulk copies alone if 16 B and other are 0. in flight: the
+shared memory of the thread blocks that a multiprocessor holds, and what memory brings it in a microsecond. KV bytes a
+cycle of one: what memory brings; what its schedulers can issue the loop for; what its tensor cores multiply."""
 
 
 def main() -> None:
