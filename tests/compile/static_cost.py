@@ -60,7 +60,7 @@ def tpu_lines(report: dict[str, Any]) -> Iterator[str]:
             continue
         units = record["units"]
         share = record["share_of_hbm"]
-        verdict = "yes" if record["memory_bound"] else f"no: {share:.0%} of what HBM brings"
+        verdict = "yes" if record["memory_bound"] else f"no: {share:.1%} of what HBM brings"
         verdict += ", on one core of two" if record["one_core"] else ""
         yield (
             f"{start} {record['bundles']:>7,} {record['block_bytes']:>9,} {record['bytes_per_bundle']:>8,.0f} "
