@@ -4,6 +4,7 @@
 # make fuzz      a million random page-table transitions against the plain model
 # make aot-tpu   compile the kernels and the cache calls with the TPU compiler, without a TPU
 # make aot-gpu   the same with the GPU compiler, without a GPU
+# make report    what the decode kernels cost by construction, chip by chip, beside jax's own
 # make clean     remove everything that these made
 #
 # make test JAX=0.11.2 runs the same on another jax, in an environment of its own.
@@ -23,7 +24,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet install
 # Tests and compile gates need no accelerator; `make demo` uses what there is.
 test pytest in-place aot-tpu aot-gpu: export JAX_PLATFORMS := cpu
 
-.PHONY: help demo test lint pytest gates fuzz in-place aot-tpu aot-gpu clean
+.PHONY: help demo test lint pytest gates fuzz in-place aot-tpu aot-gpu report clean
 
 help:
 	@sed -n '/^# make/s/^# //p' Makefile
@@ -64,6 +65,9 @@ aot-gpu: $(COMPILERS)/cuda/.installed
 	PYTHONPATH=$(COMPILERS)/cuda $(BIN)/python -m tests.compile.bytes gpu
 	PYTHONPATH=$(COMPILERS)/cuda $(BIN)/python -m tests.compile.in_place gpu
 	PYTHONPATH=$(COMPILERS)/cuda $(BIN)/python -m tests.compile.layouts gpu
+
+report: $(COMPILERS)/tpu/.installed $(COMPILERS)/cuda/.installed
+	$(BIN)/python -m tests.compile.static_cost --compilers $(COMPILERS) --json out/static_cost.json
 
 $(VENV)/.installed: pyproject.toml
 	@test -n "$(PYTHON)" || { echo "kvjax needs Python 3.12 or newer; none found. Name one: make PYTHON=/path/to/python"; exit 1; }

@@ -5,6 +5,7 @@ the import path (`make aot-gpu` installs them into .compilers/cuda), and a proce
 plugin do not share one. Import this module before any JAX backend is used.
 """
 
+import math
 import os
 import re
 import tempfile
@@ -50,6 +51,8 @@ class MosaicKernel:
 
     registers: int  # per thread
     spill_bytes: int  # stored plus loaded
+    threads: int  # of a thread block
+    shared_bytes: int  # scratch of a thread block, barriers left out
     ptx: str
     sass: str
 
@@ -122,5 +125,7 @@ def _read_kernel(log: Path) -> MosaicKernel:
     spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", text)
     if not registers or not spills:
         raise ValueError(f"{log.name} tells no registers or no spills; the assembler wrote:\n{text}")
-    ptx, sass = (log.with_suffix(suffix).read_text() for suffix in (".ptx", ".sass_ctrl"))
-    return MosaicKernel(max(map(int, registers)), sum(map(int, spills)), ptx, sass)
+    ptx, sass, resources = (log.with_suffix(suffix).read_text() for suffix in (".ptx", ".sass_ctrl", ".resources.txt"))
+    threads = math.prod(map(int, re.findall(r"\.maxntid (\d+), (\d+), (\d+)", ptx)[0]))
+    shared_bytes = int(re.findall(r"smem_scratch_bytes=(\d+)", resources)[0])
+    return MosaicKernel(max(map(int, registers)), sum(map(int, spills)), threads, shared_bytes, ptx, sass)

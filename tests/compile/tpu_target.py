@@ -37,6 +37,13 @@ def device(target: str) -> jax.Device:
     return topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[target]).devices[0]
 
 
+def abstract_mesh(target: str) -> AbstractMesh:
+    """What tells a trace that it is for this chip."""
+    chip = device(target)
+    kind = AbstractDevice(device_kind=chip.device_kind, num_cores=chip.num_cores, platform="tpu")
+    return AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=kind)
+
+
 def compile_for(
     target: str,
     function: Callable,
@@ -56,11 +63,8 @@ def compile_for(
     Returns the compiled program: `memory_analysis()` tells aliased and temporary bytes, `as_text()` the optimised HLO.
     Raises jax.errors.JaxRuntimeError where the compiler refuses (memory overflow, an unsupported layout).
     """
-    chip = device(target)
-    sharding = SingleDeviceSharding(chip)
+    sharding = SingleDeviceSharding(device(target))
     placed = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes)
-    kind = AbstractDevice(device_kind=chip.device_kind, num_cores=chip.num_cores, platform="tpu")
-    mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=kind)
-    with jax.sharding.use_abstract_mesh(mesh):
+    with jax.sharding.use_abstract_mesh(abstract_mesh(target)):
         traced = jax.jit(function, donate_argnums=donate).trace(*placed)
         return traced.lower(lowering_platforms=("tpu",)).compile(compiler_options=options and dict(options))
