@@ -67,9 +67,7 @@ def bring_to_head(
     return ring, place
 
 
-def bring_pages(
-    group: GroupPages, extents: Extents, page: Int32[Array, " bound"]
-) -> tuple[GroupPages, Extents]:
+def bring_pages(group: GroupPages, extents: Extents, page: Int32[Array, " bound"]) -> tuple[GroupPages, Extents]:
     """Brings free pages (distinct; `num_pages` means none) to the head of the ring, in their order.
 
     The caller takes all of them next: spans that lose a page are no longer whole.

@@ -38,25 +38,25 @@ def reserve(
     Status, beside those of `kvjax.pages.reserve`: FRAGMENTED for a row that would come to more than `max_runs` runs, and
     for rows that would have kept a shared tail in place beside it.  Other rows are served.
     """
-    table = extents.table
-    plan = plan_reserve(table, tokens, max_tokens, order)
-    chosen, fragmented = [], jnp.zeros(table.rows, bool)
-    for group, extent, part in zip(table.groups, extents.extents, plan.groups, strict=True):
-        entries, over = _choose(group, extent, part, table.length, most_pages(max_tokens, group.page_size, table.rows))
-        chosen.append(entries)
-        fragmented |= over
-    fragmented |= jnp.any(fragmented) & _keeps_a_shared_tail(table, plan)
-    plan = _without(plan, fragmented)
-
-    chosen, table, parts = lax.optimization_barrier((chosen, table, extents.extents))
+    plan, chosen = _decide(extents, tokens, max_tokens, order)
+    table, served = extents.table, plan.tokens > 0
+    (plan, chosen), table, parts = lax.optimization_barrier(((plan, chosen), table, extents.extents))
     groups, updated = [], []
     for group, extent, part, entries in zip(table.groups, parts, plan.groups, chosen, strict=True):
-        entries = entries.only(~fragmented)
+        entries = entries.only(served)
         group, extent = bring_pages(group, extent, jnp.where(entries.row < table.rows, entries.page, group.num_pages))
         groups.append(group)
         updated.append(replace(extent, runs=_grow(extent.runs, group, part, table.length, entries)))
     table, info = apply_plan(replace(table, groups=tuple(groups)), plan, max_tokens)
     return ExtentTable(table, tuple(updated)), info
+
+
+def pages_needed(
+    extents: ExtentTable, tokens: Int32[Array, " rows"], *, max_tokens: int, order: Int32[Array, " rows"] | None = None
+) -> tuple[tuple[Int32[Array, " rows"], ...], Int32[Array, " rows"]]:
+    """What `reserve` with the same arguments would take and say; see `kvjax.pages.pages_needed`."""
+    plan, _ = _decide(extents, tokens, max_tokens, order)
+    return plan.needed, plan.status
 
 
 def commit(extents: ExtentTable, tokens: Int32[Array, " rows"]) -> tuple[ExtentTable, Info]:
@@ -133,9 +133,7 @@ def unpin(extents: ExtentTable, ids: Sequence[Int32[Array, " _"]]) -> tuple[Exte
     return replace(_dropped(extents, table, most), table=table), info
 
 
-def advance(
-    extents: ExtentTable, completed: Int32[Array, ""], *, max_pages: int
-) -> tuple[ExtentTable, AdvanceInfo]:
+def advance(extents: ExtentTable, completed: Int32[Array, ""], *, max_pages: int) -> tuple[ExtentTable, AdvanceInfo]:
     """Closes the open epoch and frees the pages dropped up to the end of epoch `completed`; see `kvjax.pages.advance`.
 
     Whole spans are counted as pages become free, so a call frees at most `max_pages` pages a group: what is left over
@@ -150,6 +148,21 @@ def advance(
         groups.append(new)
         updated.append(note_freed(old, new, extent, max_pages))
     return ExtentTable(replace(table, groups=tuple(groups)), tuple(updated)), info
+
+
+def _decide(
+    extents: ExtentTable, tokens: Int32[Array, " rows"], max_tokens: int, order: Int32[Array, " rows"] | None
+) -> tuple[ReservePlan, list[Entries]]:
+    """Who gets what in a reserve, and for each group which pages."""
+    table = extents.table
+    plan = plan_reserve(table, tokens, max_tokens, order)
+    chosen, fragmented = [], jnp.zeros(table.rows, bool)
+    for group, extent, part in zip(table.groups, extents.extents, plan.groups, strict=True):
+        entries, over = _choose(group, extent, part, table.length, most_pages(max_tokens, group.page_size, table.rows))
+        chosen.append(entries)
+        fragmented |= over
+    fragmented |= jnp.any(fragmented) & _keeps_a_shared_tail(table, plan)
+    return _without(plan, fragmented), chosen
 
 
 def _choose(
@@ -185,9 +198,7 @@ def _without_tail(
     return runs, replace(entries, row=row, first=first), inside
 
 
-def _grow(
-    runs: Runs, group: GroupPages, plan: GroupPlan, length: Int32[Array, " rows"], entries: Entries
-) -> Runs:
+def _grow(runs: Runs, group: GroupPages, plan: GroupPlan, length: Int32[Array, " rows"], entries: Entries) -> Runs:
     """The runs after the plan, `entries` being the pages it takes."""
     runs, appended, inside = _without_tail(runs, group, plan, length, entries)
     runs = append(runs, appended)
@@ -241,9 +252,7 @@ def _shrunk(extents: ExtentTable, table: PageTable, max_pages: int) -> ExtentTab
     return ExtentTable(table, tuple(updated))
 
 
-def _remapped(
-    extents: ExtentTable, table: PageTable, rows: Bool[Array, " rows"], max_pages: int
-) -> ExtentTable:
+def _remapped(extents: ExtentTable, table: PageTable, rows: Bool[Array, " rows"], max_pages: int) -> ExtentTable:
     """What a transition left that gave some rows other pages altogether."""
     updated = []
     for group, extent in zip(table.groups, extents.extents, strict=True):
