@@ -64,8 +64,11 @@ class Server:
         self.prefill = jax.jit(partial(self.module.reserve, max_tokens=MAX_PROMPT), **static)
         self.commit = jax.jit(self.module.commit, **static)
         self.release = jax.jit(partial(self.module.release, max_pages=1 << 15), **static)
-        self.advance = jax.jit(partial(self.module.advance, **self.bounds), **static)
+        self.advance = jax.jit(self._advance, **static)
         self.waiting: tuple[int, int] | None = None
+
+    def _advance(self, table: Any) -> Any:
+        return self.module.advance(table, getattr(table, "table", table).epoch, **self.bounds)
 
     @property
     def pages(self) -> pages.PageTable:
@@ -83,7 +86,7 @@ class Server:
         if done.any():
             self.table, _ = self.release(self.table, jnp.asarray(done))
             self.left[done] = -1
-        self.table, _ = self.advance(self.table, self.pages.epoch)
+        self.table, _ = self.advance(self.table)
         while (self.left < 0).any() and self.admit():
             pass
         granted = self.grow(self.decode, (self.left > 0).astype(np.int32))

@@ -9,7 +9,7 @@ from unittest import mock
 
 import jax.numpy as jnp
 
-from kvjax.virtual.extents import choose, compaction, free, transitions
+from kvjax.virtual.extents import choose, compaction, transitions
 from tests.virtual.extent_walk import ExtentWalk, compiled, fresh
 
 LIMIT = 400
@@ -83,11 +83,6 @@ def runs_are_not_cut(real):
     return lambda runs, end: runs
 
 
-def a_split_is_forgotten(real):
-    """A copy in the middle of a run leaves the run as it was."""
-    return lambda runs, rows, logical, page: runs
-
-
 def too_many_runs_are_accepted(real):
     """The list of runs overflows."""
     return lambda runs, entries: jnp.zeros_like(real(runs, entries))
@@ -117,13 +112,12 @@ _GROWING = ("reserve", "pages_needed")
 
 TWINS = (
     Twin(a_page_in_limbo_counts_as_free, choose, "free_pages_among", _GROWING),
-    Twin(two_rows_get_one_page, choose, "_nearest_claims", _GROWING),
+    Twin(two_rows_get_one_page, choose, "_nearest_claims", _GROWING, "small pages"),
     Twin(spans_entered_are_handed_out_again, choose, "whole_spans_among", _GROWING),
     Twin(taken_pages_are_not_counted, transitions, "bring_pages", _GROWING),
     Twin(places_of_dropped_pages_are_stale, transitions, "note_dropped", ("release", "truncate", "reorder", "unpin")),
     Twin(freed_pages_are_not_counted, transitions, "note_freed", ("advance",)),
     Twin(runs_are_not_cut, transitions, "shorten", ("truncate", "release")),
-    Twin(a_split_is_forgotten, transitions, "replace_page", _GROWING, "uniform"),
     Twin(too_many_runs_are_accepted, transitions, "runs_added", _GROWING),
     Twin(a_move_leaves_a_holder_behind, compaction, "write_entries", ("compact",)),
     Twin(the_source_is_free_at_once, compaction, "change_holders", ("compact",)),

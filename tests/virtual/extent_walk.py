@@ -22,6 +22,7 @@ from tests.pages.walk import RandomWalk
 
 SETTINGS = {
     "one page": (Setting((GroupShape(1, 4, 2),)), (4,), 1),
+    "small pages": (Setting((GroupShape(20, 1, 9),), max_pages=10), (11,), 3),
     "uniform": (Setting((GroupShape(30, 4, 5),)), (7,), 4),
     "two groups": (Setting((GroupShape(16, 3, 6), GroupShape(9, 5, 4))), (8, 6), 2),
     "few runs": (Setting((GroupShape(26, 2, 9),), max_pages=10), (3,), 3),

@@ -254,11 +254,14 @@ def _shrunk(extents: ExtentTable, table: PageTable, max_pages: int) -> ExtentTab
 
 def _remapped(extents: ExtentTable, table: PageTable, rows: Bool[Array, " rows"], max_pages: int) -> ExtentTable:
     """What a transition left that gave some rows other pages altogether."""
-    updated = []
-    for group, extent in zip(table.groups, extents.extents, strict=True):
+    lists = []
+    for group in table.groups:
         row, index = pack_rows(jnp.where(rows, group.end, 0), max_pages)
-        page = read_entries(group, row, index)
-        runs = shorten(extent.runs, jnp.where(rows, 0, group.end))
-        runs = append(runs, Entries(row, index, page, (row < table.rows) & (index == 0)))
+        lists.append(Entries(row, index, read_entries(group, row, index), (row < table.rows) & (index == 0)))
+    # What is done next to the table must not begin before it has been read.
+    lists, table = lax.optimization_barrier((lists, table))
+    updated = []
+    for group, extent, entries in zip(table.groups, extents.extents, lists, strict=True):
+        runs = append(shorten(extent.runs, jnp.where(rows, 0, group.end)), entries)
         updated.append(replace(extent, runs=runs))
     return ExtentTable(table, tuple(updated))
