@@ -54,6 +54,7 @@ class Server:
     mix: str
     random: np.random.Generator
     left: np.ndarray
+    promised: np.ndarray
     runs: list[float] = field(default_factory=list)
     fill: list[float] = field(default_factory=list)
     refused: int = 0
@@ -85,7 +86,7 @@ class Server:
         done = self.left == 0
         if done.any():
             self.table, _ = self.release(self.table, jnp.asarray(done))
-            self.left[done] = -1
+            self.left[done], self.promised[done] = -1, 0
         self.table, _ = self.advance(self.table)
         while (self.left < 0).any() and self.admit():
             pass
@@ -94,14 +95,17 @@ class Server:
         self.left -= granted
 
     def admit(self) -> bool:
-        """Admits a request in the first empty row if the pool takes its prompt."""
+        """Admits a request in the first empty row if the pool has room for it to its end."""
         self.waiting = self.waiting or lengths(self.mix, self.random)
         row, (prompt, answer) = int(np.argmax(self.left < 0)), self.waiting
+        promise = -(-(prompt + answer) // PAGE_SIZE)
+        if self.promised.sum() + promise > self.pages.groups[0].num_pages:
+            return False
         tokens = np.zeros(len(self.left), np.int32)
         tokens[row] = prompt
         if not self.grow(self.prefill, tokens)[row]:
             return False
-        self.left[row], self.waiting = answer, None
+        self.left[row], self.promised[row], self.waiting = answer, promise, None
         return True
 
     def look(self) -> None:
@@ -128,7 +132,7 @@ def churn(mix: str, span: int | None, *, rows: int, load: float, steps: int, see
     else:
         shape = E.ExtentShape(num_pages, PAGE_SIZE, width, max_runs=MAX_RUNS, span=span)
         table, module, bounds = E.make_extent_table([shape], rows=rows), E, {"max_pages": 1 << 12}
-    server = Server(table, module, bounds, mix, np.random.default_rng(seed), np.full(rows, -1))
+    server = Server(table, module, bounds, mix, np.random.default_rng(seed), np.full(rows, -1), np.zeros(rows, int))
     for step in range(steps):
         server.step()
         if step >= steps // 4 and step % 50 == 0:

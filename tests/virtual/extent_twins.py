@@ -70,12 +70,12 @@ def taken_pages_are_not_counted(real):
 
 def places_of_dropped_pages_are_stale(real):
     """A page is looked for where it stood when it was last taken."""
-    return lambda before, after, extents, bound: extents
+    return lambda before, after, extents, bound: (after, extents)
 
 
 def freed_pages_are_not_counted(real):
     """Spans are never whole again."""
-    return lambda before, after, extents, bound: extents
+    return lambda before, after, extents, bound: (after, extents)
 
 
 def runs_are_not_cut(real):

@@ -98,7 +98,7 @@ def compact(extents: ExtentTable, moves: Moves, *, group: int = 0, max_pages: in
     first = jnp.concatenate([jnp.ones(1, bool), moves.move[1:] != moves.move[:-1]])
     gained, lost = jnp.where(changed & ~first, new_page, none), jnp.where(changed, maps, none)
     after, faults = change_holders(after, gained, lost)
-    extent = note_dropped(held, after, extent, row.shape[0])
+    after, extent = note_dropped(held, after, extent, row.shape[0])
     touched &= acts
     runs = append(shorten(extent.runs, jnp.where(touched, 0, after.end)), listing.only(touched))
 

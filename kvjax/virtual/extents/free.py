@@ -96,15 +96,17 @@ def bring_pages(group: GroupPages, extents: Extents, page: Int32[Array, " bound"
     return replace(group, ring=ring), extents
 
 
-def note_dropped(before: GroupPages, after: GroupPages, extents: Extents, bound: int) -> Extents:
+def note_dropped(
+    before: GroupPages, after: GroupPages, extents: Extents, bound: int
+) -> tuple[GroupPages, Extents]:
     """Notes where the pages stand that a transition put at the tail of the ring, at most `bound`."""
-    page, where = _between(before.tail, after.tail, after, bound)
-    return replace(extents, place=extents.place.at[page].set(where, mode="drop"))
+    page, where, after = _between(before.tail, after.tail, after, bound)
+    return after, replace(extents, place=extents.place.at[page].set(where, mode="drop"))
 
 
-def note_freed(before: GroupPages, after: GroupPages, extents: Extents, bound: int) -> Extents:
+def note_freed(before: GroupPages, after: GroupPages, extents: Extents, bound: int) -> tuple[GroupPages, Extents]:
     """Counts the pages whose limbo ended, at most `bound`; spans that are whole again may be taken."""
-    page, _ = _between(before.ready, after.ready, after, bound)
+    page, _, after = _between(before.ready, after.ready, after, bound)
     none = extents.num_spans
     span = jnp.where(page < after.num_pages, page // extents.span, none)
     span_free = extents.span_free.at[span].add(1, mode="drop")
@@ -113,7 +115,7 @@ def note_freed(before: GroupPages, after: GroupPages, extents: Extents, bound: i
     whole &= writers_of_each(jnp.where(whole, span, none))[1]
     rank = jnp.cumsum(whole, dtype=jnp.int32) - whole
     target = jnp.where(whole, (extents.span_tail + rank) % none, none)
-    return replace(
+    return after, replace(
         extents,
         span_free=span_free,
         spans=extents.spans.at[target].set(span, mode="drop"),
@@ -124,9 +126,12 @@ def note_freed(before: GroupPages, after: GroupPages, extents: Extents, bound: i
 
 def _between(
     start: Int32[Array, ""], end: Int32[Array, ""], group: GroupPages, bound: int
-) -> tuple[Int32[Array, " bound"], Int32[Array, " bound"]]:
+) -> tuple[Int32[Array, " bound"], Int32[Array, " bound"], GroupPages]:
     """The pages between two cursors of the ring, and where they stand; `num_pages` for padding."""
     number = jnp.arange(bound, dtype=jnp.int32)
     some = number < (end - start) % (2 * group.num_pages)
     where = (start + number) % group.num_pages
-    return jnp.where(some, group.ring.at[where].get(mode="clip"), group.num_pages), where
+    page = jnp.where(some, group.ring.at[where].get(mode="clip"), group.num_pages)
+    # The next transition must not begin to change the ring before it has been read.
+    page, ring = lax.optimization_barrier((page, group.ring))
+    return page, where, replace(group, ring=ring)

@@ -92,7 +92,7 @@ def reorder(extents: ExtentTable, parent: Int32[Array, " rows"], *, max_pages: i
     moves = row_integers("parent", parent, rows) != jnp.arange(rows, dtype=jnp.int32)
     table, info = pages.reorder(extents.table, parent, max_pages=max_pages)
     extents = _dropped(extents, table, max_pages)
-    return _remapped(extents, table, moves & (info.status == Status.OK), max_pages), info
+    return _remapped(extents, extents.table, moves & (info.status == Status.OK), max_pages), info
 
 
 def adopt(
@@ -130,7 +130,7 @@ def unpin(extents: ExtentTable, ids: Sequence[Int32[Array, " _"]]) -> tuple[Exte
     """Takes one pin from each page for each time it is named; see `kvjax.pages.unpin`."""
     table, info = pages.unpin(extents.table, ids)
     most = max(len(each) for each in ids)
-    return replace(_dropped(extents, table, most), table=table), info
+    return _dropped(extents, table, most), info
 
 
 def advance(extents: ExtentTable, completed: Int32[Array, ""], *, max_pages: int) -> tuple[ExtentTable, AdvanceInfo]:
@@ -145,8 +145,9 @@ def advance(extents: ExtentTable, completed: Int32[Array, ""], *, max_pages: int
     for old, new, extent in zip(extents.table.groups, table.groups, extents.extents, strict=True):
         freed = jnp.minimum((new.ready - old.ready) % (2 * new.num_pages), max_pages)
         new = replace(new, ready=(old.ready + freed) % (2 * new.num_pages))
+        new, extent = note_freed(old, new, extent, max_pages)
         groups.append(new)
-        updated.append(note_freed(old, new, extent, max_pages))
+        updated.append(extent)
     return ExtentTable(replace(table, groups=tuple(groups)), tuple(updated)), info
 
 
@@ -235,21 +236,23 @@ def _without(plan: ReservePlan, fragmented: Bool[Array, " rows"]) -> ReservePlan
 
 
 def _dropped(extents: ExtentTable, table: PageTable, max_pages: int) -> ExtentTable:
-    """`extents` with where the pages stand that went to limbo on the way to `table`."""
-    updated = [
+    """`table` with the extents, which note where the pages stand that went to limbo on the way to it."""
+    noted = [
         note_dropped(old, new, extent, max_pages)
         for old, new, extent in zip(extents.table.groups, table.groups, extents.extents, strict=True)
     ]
-    return replace(extents, extents=tuple(updated))
+    groups, updated = zip(*noted, strict=True)
+    return ExtentTable(replace(table, groups=groups), updated)
 
 
 def _shrunk(extents: ExtentTable, table: PageTable, max_pages: int) -> ExtentTable:
     """What a transition left that only took pages from the ends of rows."""
+    extents = _dropped(extents, table, max_pages)
     updated = [
         replace(extent, runs=shorten(extent.runs, group.end))
-        for group, extent in zip(table.groups, _dropped(extents, table, max_pages).extents, strict=True)
+        for group, extent in zip(extents.table.groups, extents.extents, strict=True)
     ]
-    return ExtentTable(table, tuple(updated))
+    return replace(extents, extents=tuple(updated))
 
 
 def _remapped(extents: ExtentTable, table: PageTable, rows: Bool[Array, " rows"], max_pages: int) -> ExtentTable:
