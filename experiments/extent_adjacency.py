@@ -27,7 +27,7 @@ from kvjax.virtual import extents as E
 from kvjax.virtual.extents.planning import number_of_runs
 
 MIX = flags.DEFINE_list("mix", ["short", "long", "mixed"], "Length distributions: short, long, mixed.")
-SPAN = flags.DEFINE_list("span", ["16", "64"], "Pages a span.")
+SPAN = flags.DEFINE_list("span", ["8", "32"], "Pages a span.")
 LOAD = flags.DEFINE_float("load", 0.9, "Share of the pool that mean contexts would fill.")
 STEPS = flags.DEFINE_integer("steps", 4000, "Decode steps.", lower_bound=1)
 ROWS = flags.DEFINE_integer("rows", 64, "Rows.", lower_bound=1)
@@ -154,9 +154,7 @@ def main(argv: Sequence[str]) -> None:
     figures = []
     for mix in MIX.value:
         for span in [None, *map(int, SPAN.value)]:
-            figures.append(
-                churn(mix, span, rows=ROWS.value, load=LOAD.value, steps=STEPS.value, seed=SEED.value)
-            )
+            figures.append(churn(mix, span, rows=ROWS.value, load=LOAD.value, steps=STEPS.value, seed=SEED.value))
             f = figures[-1]
             print(
                 f"{mix:6s} {f['allocator']:18s} {f['num_pages']:>7,} pages, {100 * f['fill']:3.0f} % mapped: mean run "

@@ -1,6 +1,6 @@
 """Extents driven by the page table's own walk, against the page table's own model.
 
-Ownership has one contract, so the model, the comparison and the random operations of `tests.pages` are used as they are.
+Ownership has one contract: the model, the comparison and the random operations of `tests.pages` are used as they are.
 What extents add is checked after each operation: runs, places and spans agree with the page table; a row is refused as
 FRAGMENTED only if its runs could not be listed; compaction moves bytes and nothing else.
 """

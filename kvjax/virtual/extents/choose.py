@@ -17,7 +17,6 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int32
 
-from kvjax.packing import pack_rows
 from kvjax.pages.table import GroupPages
 from kvjax.virtual.extents.free import compress, free_pages_among, whole_spans_among
 from kvjax.virtual.extents.table import Extents

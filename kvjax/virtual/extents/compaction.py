@@ -56,8 +56,8 @@ class CompactInfo:
 def compact(extents: ExtentTable, moves: Moves, *, group: int = 0, max_pages: int) -> tuple[ExtentTable, CompactInfo]:
     """Moves pages of one group, for all their holders at once, or does nothing.
 
-    The pages left behind go to limbo like any that lose their last holder: they are not reused before the epoch that may
-    still read them is complete.
+    The pages left behind go to limbo like any that lose their last holder: they are not reused before the epoch that
+    may still read them is complete.
 
     Args:
       extents: the state.
@@ -65,8 +65,8 @@ def compact(extents: ExtentTable, moves: Moves, *, group: int = 0, max_pages: in
       group: which group's pages.
       max_pages: static bound on the pages of the rows that are touched, whose runs are listed anew.
 
-    Status: OK; STALE if the moves do not fit the state (a source with a pin or a holder that is not listed, a target that
-    is not free, anything named twice); OVER_BOUND; FRAGMENTED if a row would come to more than `max_runs` runs.
+    Status: OK; STALE if the moves do not fit the state (a source with a pin or a holder that is not listed, a target
+    that is not free, anything named twice); OVER_BOUND; FRAGMENTED if a row would come to more than `max_runs` runs.
     O(rows + moves + entries + max_pages), and sorts of those lists.
     """
     table, rows = extents.table, extents.table.rows

@@ -96,9 +96,7 @@ def bring_pages(group: GroupPages, extents: Extents, page: Int32[Array, " bound"
     return replace(group, ring=ring), extents
 
 
-def note_dropped(
-    before: GroupPages, after: GroupPages, extents: Extents, bound: int
-) -> tuple[GroupPages, Extents]:
+def note_dropped(before: GroupPages, after: GroupPages, extents: Extents, bound: int) -> tuple[GroupPages, Extents]:
     """Notes where the pages stand that a transition put at the tail of the ring, at most `bound`."""
     page, where, after = _between(before.tail, after.tail, after, bound)
     return after, replace(extents, place=extents.place.at[page].set(where, mode="drop"))

@@ -1,4 +1,7 @@
-"""Keeping the list of runs as rows grow and shrink: O(rows · log max_runs + entries), the page table is not read again."""
+"""Keeping the lists of runs as rows grow and shrink, without reading the page table again.
+
+O(rows · log max_runs + entries).
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The state: a page table, and beside it what lets its pages lie side by side.
 
 The page table stays the whole truth about ownership; every transition here is the page table's, with one thing decided
-before it and some bookkeeping after.  What a `reserve` takes stands at the head of the ring of free pages, and the order
-of the free part of the ring is nobody's concern: so `Extents` say which free pages to bring to the head.
+before it and some bookkeeping after.  What a `reserve` takes stands at the head of the ring of free pages, and the
+order of the free part of the ring is nobody's concern: so `Extents` say which free pages to bring to the head.
 
 Words: a *run* is a stretch of a row's logical pages that are physically adjacent too.  A *span* is `span` pages at an
 aligned place; a span that is wholly free is handed to a row as a place to grow in, for nobody else looks there before

@@ -35,8 +35,8 @@ def reserve(
     A row goes on in the page after its last one if that is free, else it begins a run in a span where nobody is; see
     `choose`.  A row that replaces a shared tail begins a run.
 
-    Status, beside those of `kvjax.pages.reserve`: FRAGMENTED for a row that would come to more than `max_runs` runs, and
-    for rows that would have kept a shared tail in place beside it.  Other rows are served.
+    Status, beside those of `kvjax.pages.reserve`: FRAGMENTED for a row that would come to more than `max_runs` runs,
+    and for rows that would have kept a shared tail in place beside it.  Other rows are served.
     """
     plan, chosen = _decide(extents, tokens, max_tokens, order)
     table, served = extents.table, plan.tokens > 0
