@@ -1,12 +1,12 @@
 """How long the runs of extents are, and how full the pool gets, for rows that grow in turn and under churn.
 
-    python -m experiments.extent_adjacency [--mix short,long,mixed] [--span 16,64] [--json FILE]
+    python -m experiments.extent_adjacency [--mix short,long,mixed] [--span 8,32] [--json FILE]
 
-No attention is computed: the allocator alone runs, as a server would drive it, one token a row and step, a new request in
-the place of each that ended.  Lengths are drawn, not recorded: short chats have prompts of 20 to 400 tokens and answers
-of 20 to 400; long documents 4,000 to 16,000 and 100 to 1,000; a mix has one document in four.  The figure is the mean
-run: mapped pages over runs, all rows together; the paged pool's own allocator (the ring, pages in the order they came
-back) is measured beside it, its runs counted from the page table.
+No attention is computed: the allocator alone runs, as a server would drive it, one token a row and step, a new request
+in the place of each that ended, admitted when the pool has room for it to its end.  Lengths are drawn, not recorded:
+short chats have prompts of 20 to 400 tokens and answers of 20 to 400; long documents 4,000 to 16,000 and 100 to 1,000;
+the mix has one document in four.  The figure is the mean run: mapped pages over runs, all rows together.  The page
+table's own allocator (a ring, pages in the order they came back) is measured beside it.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from tests.compile.in_place import LARGE, NARROW, PAGE_SIZE, ROWS, SLACK_BYTES, 
 
 MAX_PAGES, MAX_RUNS, SPAN = 512, 64, 32
 PER_ROW, MASK = (jax.ShapeDtypeStruct((ROWS,), dtype) for dtype in ("int32", "bool"))
-IDS, SCALAR = jax.ShapeDtypeStruct((16,), "int32"), jax.ShapeDtypeStruct((), "int32")
+IDS = jax.ShapeDtypeStruct((16,), "int32")
 MOVES = E.Moves(*(jax.ShapeDtypeStruct((size,), "int32") for size in (64, 64, 128, 128, 128)))
 
 
@@ -34,17 +34,10 @@ def lifecycle(extents, tokens, mask):
 
 
 CASES = {
-    "reserve": (partial(E.reserve, max_tokens=ROWS), PER_ROW),
     "reserve, prefill": (partial(E.reserve, max_tokens=4096), PER_ROW),
-    "commit": (E.commit, PER_ROW),
-    "truncate": (partial(E.truncate, max_pages=MAX_PAGES), PER_ROW),
-    "release": (partial(E.release, max_pages=MAX_PAGES), MASK),
-    "fork": (partial(E.fork, max_pages=MAX_PAGES), PER_ROW),
     "reorder": (partial(E.reorder, max_pages=MAX_PAGES), PER_ROW),
     "adopt": (partial(E.adopt, max_pages=MAX_PAGES), (jax.ShapeDtypeStruct((ROWS, 32), "int32"),), PER_ROW),
-    "pin": (E.pin, (IDS,)),
-    "unpin": (E.unpin, (IDS,)),
-    "advance": (partial(E.advance, max_pages=MAX_PAGES), SCALAR),
+    "pin and unpin": (lambda extents, ids: E.unpin(E.pin(extents, ids)[0], ids), (IDS,)),
     "compact": (partial(E.compact, max_pages=MAX_PAGES), MOVES),
     "scan of lifecycles": (lifecycle, PER_ROW, MASK),
 }
