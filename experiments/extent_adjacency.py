@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -49,7 +50,7 @@ class Server:
     """Rows of requests on one allocator, `module` being `kvjax.pages` or `kvjax.virtual.extents`."""
 
     table: Any
-    module: Any
+    module: ModuleType
     bounds: dict[str, int]
     mix: str
     random: np.random.Generator
@@ -60,12 +61,11 @@ class Server:
     refused: int = 0
 
     def __post_init__(self) -> None:
-        static = {"donate_argnums": 0}
-        self.decode = jax.jit(partial(self.module.reserve, max_tokens=len(self.left)), **static)
-        self.prefill = jax.jit(partial(self.module.reserve, max_tokens=MAX_PROMPT), **static)
-        self.commit = jax.jit(self.module.commit, **static)
-        self.release = jax.jit(partial(self.module.release, max_pages=1 << 15), **static)
-        self.advance = jax.jit(self._advance, **static)
+        self.decode = jax.jit(partial(self.module.reserve, max_tokens=len(self.left)), donate_argnums=0)
+        self.prefill = jax.jit(partial(self.module.reserve, max_tokens=MAX_PROMPT), donate_argnums=0)
+        self.commit = jax.jit(self.module.commit, donate_argnums=0)
+        self.release = jax.jit(partial(self.module.release, max_pages=1 << 15), donate_argnums=0)
+        self.advance = jax.jit(self._advance, donate_argnums=0)
         self.waiting: tuple[int, int] | None = None
 
     def _advance(self, table: Any) -> Any:
@@ -127,24 +127,24 @@ def churn(mix: str, span: int | None, *, rows: int, load: float, steps: int, see
     """Runs a server; `span` None is the page table alone."""
     num_pages, width = pool_pages(mix, rows, load), -(-17_000 // PAGE_SIZE)
     if span is None:
-        table: Any = pages.make_page_table([pages.GroupShape(num_pages, PAGE_SIZE, width)], rows=rows)
-        module, bounds = pages, {}
+        shape = pages.GroupShape(num_pages, PAGE_SIZE, width)
+        server = partial(Server, pages.make_page_table([shape], rows=rows), pages, {})
     else:
-        shape = E.ExtentShape(num_pages, PAGE_SIZE, width, max_runs=MAX_RUNS, span=span)
-        table, module, bounds = E.make_extent_table([shape], rows=rows), E, {"max_pages": 1 << 12}
-    server = Server(table, module, bounds, mix, np.random.default_rng(seed), np.full(rows, -1), np.zeros(rows, int))
+        extent = E.ExtentShape(num_pages, PAGE_SIZE, width, max_runs=MAX_RUNS, span=span)
+        server = partial(Server, E.make_extent_table([extent], rows=rows), E, {"max_pages": 1 << 12})
+    running = server(mix, np.random.default_rng(seed), np.full(rows, -1), np.zeros(rows, int))
     for step in range(steps):
-        server.step()
+        running.step()
         if step >= steps // 4 and step % 50 == 0:
-            server.look()
+            running.look()
     return {
         "mix": mix,
         "allocator": "page table" if span is None else f"extents, span {span}",
         "num_pages": num_pages,
-        "mean_run_pages": float(np.mean(server.runs)),
-        "least_mean_run_pages": float(np.min(server.runs)),
-        "fill": float(np.mean(server.fill)),
-        "refused_tokens": server.refused,
+        "mean_run_pages": float(np.mean(running.runs)),
+        "least_mean_run_pages": float(np.min(running.runs)),
+        "fill": float(np.mean(running.fill)),
+        "refused_tokens": running.refused,
     }
 
 

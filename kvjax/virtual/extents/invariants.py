@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from kvjax import pages
@@ -36,7 +37,10 @@ def pages_of_runs(runs: Runs, row: int) -> np.ndarray:
     number = int(runs.num_runs[row])
     counts = np.diff(np.asarray(runs.ends[row, :number]), prepend=0)
     return np.concatenate(
-        [np.arange(start, start + count) for start, count in zip(runs.starts[row, :number], counts, strict=True)]
+        [
+            np.arange(int(start), int(start) + count)
+            for start, count in zip(runs.starts[row, :number], counts, strict=True)
+        ]
         or [np.zeros(0, int)]
     )
 
@@ -48,7 +52,7 @@ def _all_freed(table: PageTable) -> PageTable:
     for group in table.groups:
         known = 1 <= behind <= len(group.fences) and int(table.completed) >= 0
         fence = group.fences[int(table.completed) % len(group.fences)] if known else group.ready
-        groups.append(replace(group, ready=np.int32(fence)))
+        groups.append(replace(group, ready=jnp.int32(fence)))
     return replace(table, groups=tuple(groups))
 
 

@@ -6,6 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from kvjax.pages.table import GroupPages
@@ -56,7 +57,7 @@ class _Planner:
         held: GroupPages = jax.tree.map(np.asarray, extents.table.groups[group])
         self.limits, self.num_pages, self.rows = limits, held.num_pages, len(held.end)
         self.max_runs = extents.extents[group].runs.max_runs
-        self.pages = {row: held.pages[row, :end].astype(np.int64) for row, end in enumerate(held.end) if end}
+        self.pages = {row: np.asarray(held.pages[row, :end]) for row, end in enumerate(held.end) if end}
         self.pinned = held.pins > 0
         self.holders: dict[int, list[tuple[int, int]]] = defaultdict(list)
         for row, mine in self.pages.items():
@@ -104,7 +105,7 @@ class _Planner:
         logical, move = np.zeros(self.limits.entries, np.int32), np.zeros(self.limits.entries, np.int32)
         listed = [(*holder, number) for number, page in enumerate(self.moved) for holder in self.holders[page]]
         row[: len(listed)], logical[: len(listed)], move[: len(listed)] = np.array(listed, np.int32).T
-        return Moves(source, target, row, logical, move)
+        return Moves(*map(jnp.asarray, (source, target, row, logical, move)))
 
 
 def _stretches(group: GroupPages) -> list[tuple[int, int]]:
