@@ -12,7 +12,7 @@ from kvjax.inputs import row_integers, static_size
 from kvjax.packing import pack_rows
 from kvjax.pages.holders import take_pages
 from kvjax.pages.mapping import write_entries
-from kvjax.pages.plan import GroupPlan, plan_reserve
+from kvjax.pages.plan import GroupPlan, ReservePlan, plan_reserve
 from kvjax.pages.status import Status
 from kvjax.pages.table import GroupPages, PageTable
 
@@ -72,7 +72,11 @@ def reserve(
     a group.
     """
     max_tokens = static_size("max_tokens", max_tokens)
-    plan = plan_reserve(table, tokens, max_tokens, order)
+    return apply_plan(table, plan_reserve(table, tokens, max_tokens, order), max_tokens)
+
+
+def apply_plan(table: PageTable, plan: ReservePlan, max_tokens: int) -> tuple[PageTable, ReserveInfo]:
+    """Does what a plan for this very table says: its pages come from the head of the ring, row by row."""
     groups, copies, faults = [], [], table.faults
     for group, part in zip(table.groups, plan.groups, strict=True):
         group, copy, fault = _map_pages(group, part, table.length, max_tokens)
@@ -111,9 +115,7 @@ def _map_pages(
     group: GroupPages, plan: GroupPlan, length: Int32[Array, " rows"], max_tokens: int
 ) -> tuple[GroupPages, PageCopy, Int32[Array, ""]]:
     """Takes the planned pages and enters them in the table."""
-    rows = length.shape[0]
-    # Every page taken will hold at least one of the granted positions, so max_tokens bounds them too.
-    bound = min(max_tokens, max_tokens // group.page_size + 2 * rows)
+    bound = most_pages(max_tokens, group.page_size, length.shape[0])
     needed = plan.needed
     group, ids, faults = take_pages(group, jnp.sum(needed, dtype=jnp.int32), bound)
 
@@ -137,3 +139,8 @@ def _map_pages(
         end=group.end + plan.fresh,
     )
     return group, PageCopy(source, target), faults
+
+
+def most_pages(max_tokens: int, page_size: int, rows: int) -> int:
+    """The most pages a reserve of `max_tokens` takes in a group: each holds at least one of the granted positions."""
+    return min(max_tokens, max_tokens // page_size + 2 * rows)

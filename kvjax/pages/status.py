@@ -31,6 +31,8 @@ class Status(IntEnum):
     """The row holds nothing."""
     STALE = 9
     """A page that nobody holds, or an epoch that is not open to completion."""
+    FRAGMENTED = 10
+    """The row's pages would lie in more runs than its list holds; of extents only."""
 
 
 class Fault(IntFlag):
@@ -89,4 +91,5 @@ _REPAIR = {
     Status.ROW_BUSY: "Release the row first.",
     Status.EMPTY: "A row without tokens can be neither released nor forked.",
     Status.STALE: "Pin pages for as long as their ids are kept.",
+    Status.FRAGMENTED: "Compact the extents, or build them with a larger max_runs or span.",
 }

@@ -1,0 +1,45 @@
+"""Extents: a page table whose rows are short lists of runs of adjacent pages, for kernels that copy a run at a time."""
+
+from kvjax.virtual.extents.compaction import CompactInfo, Moves, compact
+from kvjax.virtual.extents.invariants import check_invariants, pages_of_runs
+from kvjax.virtual.extents.planning import CompactionLimits, plan_compaction
+from kvjax.virtual.extents.table import Extents, ExtentShape, ExtentTable, Runs, make_extent_table
+from kvjax.virtual.extents.transitions import (
+    adopt,
+    advance,
+    commit,
+    fork,
+    pages_needed,
+    pin,
+    release,
+    reorder,
+    reserve,
+    truncate,
+    unpin,
+)
+
+__all__ = [
+    "CompactInfo",
+    "CompactionLimits",
+    "ExtentShape",
+    "ExtentTable",
+    "Extents",
+    "Moves",
+    "Runs",
+    "adopt",
+    "advance",
+    "check_invariants",
+    "commit",
+    "compact",
+    "fork",
+    "make_extent_table",
+    "pages_needed",
+    "pages_of_runs",
+    "pin",
+    "plan_compaction",
+    "release",
+    "reorder",
+    "reserve",
+    "truncate",
+    "unpin",
+]
