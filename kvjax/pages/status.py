@@ -31,6 +31,8 @@ class Status(IntEnum):
     """The row holds nothing."""
     STALE = 9
     """A page that nobody holds, or an epoch that is not open to completion."""
+    SHARED = 10
+    """Pages past the new length have other holders, so the row may not keep them to write."""
 
 
 class Fault(IntFlag):
@@ -89,4 +91,5 @@ _REPAIR = {
     Status.ROW_BUSY: "Release the row first.",
     Status.EMPTY: "A row without tokens can be neither released nor forked.",
     Status.STALE: "Pin pages for as long as their ids are kept.",
+    Status.SHARED: "Truncate the row instead: that drops its pages.",
 }
