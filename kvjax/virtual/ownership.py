@@ -64,9 +64,14 @@ class Ownership:
         """Committed tokens each row has in the table."""
         return np.asarray(self.table.length)
 
+    @property
+    def pages(self) -> Int32[np.ndarray, "rows width"]:
+        """The table itself; columns past a row's `end` mean nothing."""
+        return np.asarray(self.table.groups[0].pages)
+
     def pages_of(self, row: int) -> Int32[np.ndarray, " end"]:
         """The page-groups a row holds, in order."""
-        return np.asarray(self.table.groups[0].pages)[row, : self.end[row]]
+        return self.pages[row, : self.end[row]]
 
     def reserve(self, tokens: Int[np.ndarray, " rows"]) -> tuple[Int32[np.ndarray, " rows"], list[tuple[int, int, int]]]:
         """`pages.reserve`; status codes, and the copies to make first as (row, source page, target page)."""

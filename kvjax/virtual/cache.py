@@ -1,0 +1,150 @@
+"""The cache that a jitted step sees: a virtual space's memory as one array, and what is resident in it.
+
+It takes the calls of any kvjax cache (`reserve`, `write`, `attend`, `commit`), so that the same model runs on it.  A
+`reserve` here grants what `VirtualSpace.step` made resident and maps nothing itself; within that, a burst of several
+tokens traces as it does elsewhere.
+
+Memory that we mapped cannot be donated, so `write` stores through the addresses and the array is never rebuilt.  To the
+compiler the array is a constant input.  What keeps a read after the stores is `order`: `write` returns a new one once it
+has stored, 0 at run time but unknown to the compiler, and `attend` adds it to the addresses it reads from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int32, Shaped
+
+from kvjax import cache as paged
+from kvjax.attention.paged import BLOCK_TOKENS
+from kvjax.attention.xla import tiled_attention
+from kvjax.grant import Grant, make_grant
+from kvjax.inputs import row_integers, static_size
+from kvjax.pages.status import Status
+from kvjax.virtual.span import PoolPlace, SpanLayout
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True)
+class VirtualCache:
+    """A virtual space during one step.
+
+    Attributes:
+      length: committed tokens a row.
+      reserved: end of the positions a row may write now.
+      resident: end of the positions that have memory.
+      generation: of each row's request; stores for an earlier one are dropped.
+      order: 0, once all stores so far are done.
+      memory: the whole reservation, an array a dtype, all at the same address.
+      layout: where everything stands in it.
+      store: how to store through the mapping (`AddressRange.store`).
+    """
+
+    length: Int32[Array, " rows"]
+    reserved: Int32[Array, " rows"]
+    resident: Int32[Array, " rows"]
+    generation: Int32[Array, " rows"]
+    order: Int32[Array, ""]
+    memory: dict[str, Shaped[Array, "rows span_tokens elements"]]
+    layout: SpanLayout = field(metadata={"static": True})
+    store: Callable[..., Int32[Array, ""]] = field(metadata={"static": True})
+
+    @property
+    def rows(self) -> int:
+        return self.length.shape[0]
+
+
+@paged.reserve.register
+def _(
+    cache: VirtualCache, tokens: Int32[Array, " rows"], *, max_tokens: int, order: Int32[Array, " rows"] | None = None
+) -> tuple[VirtualCache, Grant]:
+    del order  # What is resident belongs to its row; rows cannot take it from one another.
+    max_tokens = static_size("max_tokens", max_tokens)
+    tokens = row_integers("tokens", tokens, cache.rows)
+    full = tokens > cache.layout.max_context - cache.length
+    absent = tokens > cache.resident - cache.length
+    malformed = (tokens < 0) | (tokens > max_tokens)
+    counted = jnp.where(full | absent | malformed, 0, tokens)
+    over = malformed | ((jnp.cumsum(counted) > max_tokens) & (tokens > 0))
+    status = jnp.where(over, Status.OVER_BOUND, Status.OK)
+    status = jnp.where(absent & ~malformed, Status.NOT_RESERVED, status)
+    status = jnp.where(full, Status.TABLE_FULL, status).astype(jnp.int32)
+    granted = jnp.where(status == Status.OK, tokens, 0)
+    reserved = jnp.maximum(cache.reserved, cache.length + granted)
+    return replace(cache, reserved=reserved), make_grant(granted, status, cache.length, max_tokens)
+
+
+@paged.write.register
+def _(cache: VirtualCache, layer: paged.Layer, grant: Grant, **tensors: Array) -> VirtualCache:
+    index, within = paged.locate(cache.layout.spec, layer)
+    group = cache.layout.spec.groups[index]
+    arrays = {name: jnp.asarray(tensor) for name, tensor in tensors.items()}
+    paged.check_grant(cache.rows, grant)
+    paged.check_tensors(group.name, {t.name: (grant.packed, t.heads, t.width) for t in group.tensors}, arrays)
+    length, reserved, generation = (
+        of_row.at[grant.row].get(mode="fill", fill_value=0) for of_row in (cache.length, cache.reserved, cache.generation)
+    )
+    writable = (grant.position >= length) & (grant.position < reserved)
+    row = jnp.where(writable, grant.row, cache.rows)
+    order = cache.order
+    for place in cache.layout.places[index]:
+        lanes = jnp.concatenate([arrays[name] for name, _, _ in place.pool.slices], axis=-1)
+        values = lanes.astype(place.pool.dtype).reshape(grant.packed, -1)
+        order = cache.store(order, row, grant.position, generation, _start(place, within), values)
+    return replace(cache, order=order)
+
+
+@paged.attend.register
+def _(
+    cache: VirtualCache,
+    layer: paged.Layer,
+    grant: Grant,
+    q: Float[Array, "packed q_heads key_dim"],
+    *,
+    scale: float | None = None,
+) -> Float[Array, "packed q_heads value_dim"]:
+    index, within = paged.locate(cache.layout.spec, layer)
+    paged.check_grant(cache.rows, grant)
+    q = paged.check_queries(q, grant)
+    place = cache.layout.places[index][0]
+    pool, memory, start = place.pool, cache.memory[place.pool.dtype], _start(place, within)
+    lanes = {name: slice(first, end) for name, first, end in pool.slices}
+    if set(lanes) != {"k", "v"}:
+        raise NotImplementedError(f"attend needs a pool of k and v side by side, this one holds {sorted(lanes)}")
+    size = (1, BLOCK_TOKENS, pool.heads * pool.lanes)
+
+    def fetch(rows: Int32[Array, " tiles"], index: Int32[Array, ""]) -> tuple[Array, Array]:
+        rows = jnp.minimum(rows, cache.rows - 1)
+        # A row shorter than the longest reads its own last block again, not addresses that it never used.
+        last = jnp.maximum(grant.context[rows] - 1, 0) // BLOCK_TOKENS
+        first = jnp.minimum(index, last) * BLOCK_TOKENS + cache.order
+        tokens = jax.vmap(lambda row, token: lax.dynamic_slice(memory, (row, token, start), size)[0])(rows, first)
+        block = jnp.moveaxis(tokens.reshape(len(rows), BLOCK_TOKENS, pool.heads, pool.lanes), 2, 1)
+        return block[..., lanes["k"]], block[..., lanes["v"]]
+
+    return tiled_attention(
+        q,
+        grant,
+        fetch,
+        block=BLOCK_TOKENS,
+        kv_heads=pool.heads,
+        value_dim=lanes["v"].stop - lanes["v"].start,
+        scale=q.shape[-1] ** -0.5 if scale is None else scale,
+    )
+
+
+@paged.commit.register
+def _(cache: VirtualCache, tokens: Int32[Array, " rows"]) -> VirtualCache:
+    tokens = row_integers("tokens", tokens, cache.rows)
+    valid = (tokens >= 0) & (tokens <= cache.reserved - cache.length)
+    return replace(cache, length=cache.length + jnp.where(valid, tokens, 0))
+
+
+def _start(place: PoolPlace, within: int | Int32[Array, ""]) -> Int32[Array, ""]:
+    """The element of a token's record at which a layer of a group begins."""
+    first, stride = place.elements()
+    return jnp.asarray(first + within * stride, jnp.int32)
