@@ -18,7 +18,7 @@ class Flight:
 
     def __init__(self) -> None:
         self.issued = self.completed = 0
-        self._running: deque[tuple[int, Any]] = deque()
+        self._running: deque[tuple[int, list[Any]]] = deque()
 
     def issue(self) -> int:
         """The number of a new step."""
@@ -26,12 +26,14 @@ class Flight:
         return self.issued
 
     def follow(self, value: Any) -> None:
-        """The step last issued, and all before it, are complete once the arrays in `value` are there."""
-        self._running.append((self.issued, value))
+        """The step last issued, and all before it, are complete once the leaves of `value` are ready: jax arrays, or
+        whatever has their `is_ready` and `block_until_ready`; other leaves are there already."""
+        leaves = [leaf for leaf in jax.tree.leaves(value) if hasattr(leaf, "is_ready")]
+        self._running.append((self.issued, leaves))
 
     def poll(self) -> int:
         """Notes what has completed meanwhile, without waiting; the number up to which all are complete."""
-        while self._running and all(leaf.is_ready() for leaf in _arrays(self._running[0][1])):
+        while self._running and all(leaf.is_ready() for leaf in self._running[0][1]):
             self._finish()
         return self.completed
 
@@ -42,11 +44,8 @@ class Flight:
         return self.completed >= step
 
     def _finish(self) -> None:
-        step, value = self._running[0]
-        jax.block_until_ready(value)
+        step, leaves = self._running[0]
+        for leaf in leaves:
+            leaf.block_until_ready()
         self.completed = step
         self._running.popleft()
-
-
-def _arrays(value: Any) -> list[jax.Array]:
-    return [leaf for leaf in jax.tree.leaves(value) if isinstance(leaf, jax.Array)]

@@ -56,7 +56,7 @@ class SpanLayout:
       page_tokens: tokens a page-group.
       page_bytes: bytes a page-group: a multiple of the platform's granularity that holds whole tokens.
       width: page-groups a row may hold.
-      span_pages: page-groups of address space a row: `width`, rounded up to whole attention blocks.
+      span_pages: page-groups of address space a row: `width`, rounded up to whole attention blocks, at least two.
       rows: spans.
       max_context: tokens a row may hold.
     """
@@ -128,7 +128,9 @@ def span_layout(
         page_tokens=tokens,
         page_bytes=page_bytes,
         width=width,
-        span_pages=_round_up(width * tokens, lcm(tokens, block)) // tokens,
+        # Two blocks at least: in a span of one, the only place to read a block from is known to the compiler, and with
+        # it the read would no longer depend on the stores (see `VirtualCache.order`).
+        span_pages=_round_up(max(width * tokens, 2 * block), lcm(tokens, block)) // tokens,
         rows=rows,
         max_context=max_context,
     )
