@@ -65,6 +65,11 @@ class Ownership:
         return np.asarray(self.table.length)
 
     @property
+    def reserved(self) -> Int32[np.ndarray, " rows"]:
+        """End of the positions each row may write."""
+        return np.asarray(self.table.reserved)
+
+    @property
     def pages(self) -> Int32[np.ndarray, "rows width"]:
         """The table itself; columns past a row's `end` mean nothing."""
         return np.asarray(self.table.groups[0].pages)

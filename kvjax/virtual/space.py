@@ -189,7 +189,7 @@ class VirtualSpace:
             with self._lock:
                 short = asked & (lengths > self._resident)
                 if short.any():
-                    status |= self._grow(np.where(short, lengths, 0), urgent=True)
+                    status |= self._grow(np.where(asked, lengths, 0), urgent=True)
             self._counters.stalls += 1
         served = asked & (status == Status.OK)
         self._granted = np.where(served, lengths, self._length)
@@ -349,8 +349,8 @@ class VirtualSpace:
     def _grow(self, wanted: Int[np.ndarray, " rows"], *, urgent: bool) -> Int32[np.ndarray, " rows"]:
         """Gives rows memory up to `wanted[r]` tokens, rounded up to page-groups; 0 for rows that want none.
 
-        Refused rows and all after them are as they were.  With `urgent` it waits for steps in flight, and gives up
-        parked rows; otherwise it takes what is free.
+        Refused rows hold what they held, less what they were given ahead of need.  With `urgent` it makes room as it
+        can; otherwise it takes what is free.
         """
         self._sync()
         for row in np.flatnonzero(wanted):
@@ -471,18 +471,23 @@ class VirtualSpace:
             self._park(row)
 
     def _make_room(self) -> bool:
-        """Makes page-groups free by waiting for steps in flight or giving up the coldest parked row; False if neither
-        can."""
+        """One way to free page-groups, the cheapest that is left: wait for steps in flight, give up the coldest parked
+        row, take back what rows were given ahead of need.  False if nothing is left to try."""
         free = self._owner.free
         if self._owner.limbo and self._flight.wait(self._flight.issued):
             self._collect()
             if self._owner.free > free:
                 return True
-        if self._reclaim_coldest(wait=True):
-            self._flight.wait(self._flight.issued)
-            self._collect()
-            return True
-        return False
+        return self._reclaim_coldest(wait=True) or self._take_back_surplus()
+
+    def _take_back_surplus(self) -> bool:
+        """Drops page-groups past the committed tokens of every row; False if there are none."""
+        needed = -(-self._owner.length // self.layout.page_tokens)
+        rows = np.flatnonzero(self._occupied & (self._owner.end > needed)).tolist()
+        for row in rows:
+            self._owner.truncate(row, int(self._owner.length[row]))
+        self._update_resident(rows)
+        return bool(rows)
 
     def _reclaim_coldest(self, *, wait: bool) -> bool:
         """Unmaps the row parked longest ago whose steps are complete, and drops what it kept; False if there is none."""
@@ -524,7 +529,7 @@ class VirtualSpace:
             held = owner.pages_of(row)
             wrong = self._mapping.differs(self._place(row), held)
             shown = int(wrong[0]) if len(wrong) else len(held)
-            self._resident[row] = min(shown * page, self.layout.max_context)
+            self._resident[row] = min(shown * page, int(owner.reserved[row]), self.layout.max_context)
         tail = np.minimum(self._length // page, self.layout.width - 1)
         mapped = self._occupied & (tail < owner.end)
         tails = np.where(mapped, owner.pages[np.arange(self.layout.rows), tail], 0)

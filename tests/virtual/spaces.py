@@ -17,6 +17,8 @@ SPEC = kvjax.CacheSpec.uniform(layers=2, kv_heads=1, head_dim=32, dtype="float32
 PAGE = 8
 ROWS = 4
 CONTEXT = 64
+PACKED = 128
+"""Tokens of all rows that one step may write."""
 
 
 def make_space(**options: Any) -> VirtualSpace:
@@ -33,10 +35,10 @@ def make_space(**options: Any) -> VirtualSpace:
 
 @jax.jit
 def _write(cache: Any, tokens: Any, values: Any) -> tuple[Any, Any]:
-    cache, grant = kvjax.reserve(cache, tokens, max_tokens=CONTEXT)
+    cache, grant = kvjax.reserve(cache, tokens, max_tokens=PACKED)
     each = values.at[grant.row, grant.position].get(mode="fill", fill_value=-1)
     for layer in range(2):
-        k = jnp.broadcast_to(each[:, None, None], (CONTEXT, 1, 32))
+        k = jnp.broadcast_to(each[:, None, None], (PACKED, 1, 32))
         cache = kvjax.write(cache, layer, grant, k=k, v=k + layer + 0.5)
     return cache.order, grant.status
 
