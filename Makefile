@@ -62,6 +62,7 @@ aot-gpu: $(COMPILERS)/cuda/.installed
 	PYTHONPATH=$(COMPILERS)/cuda $(BIN)/python -m tests.compile.gpu
 	PYTHONPATH=$(COMPILERS)/cuda $(BIN)/python -m tests.compile.in_place gpu
 	PYTHONPATH=$(COMPILERS)/cuda $(BIN)/python -m tests.compile.layouts gpu
+	PYTHONPATH=$(COMPILERS)/cuda $(BIN)/python -m tests.compile.virtual_gpu
 
 $(VENV)/.installed: pyproject.toml
 	@test -n "$(PYTHON)" || { echo "kvjax needs Python 3.12 or newer; none found. Name one: make PYTHON=/path/to/python"; exit 1; }

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
 from kvjax.inputs import row_integers, row_mask
-from kvjax.pages.grow import Info
 from kvjax.packing import pack_rows
+from kvjax.pages.grow import Info
 from kvjax.pages.mapping import read_entries, unmap, within_bound
 from kvjax.pages.status import Status
 from kvjax.pages.table import PageTable, pages_for

@@ -41,6 +41,7 @@ class VirtualCache:
       order: 0, once all stores so far are done.
       memory: the whole reservation, an array a dtype, all at the same address.
       layout: where everything stands in it.
+      reads_unmapped: reading past what is resident is harmless, if it is in the same block.
       store: how to store through the mapping (`AddressRange.store`).
     """
 
@@ -51,6 +52,7 @@ class VirtualCache:
     order: Int32[Array, ""]
     memory: dict[str, Shaped[Array, "rows span_tokens elements"]]
     layout: SpanLayout = field(metadata={"static": True})
+    reads_unmapped: bool = field(metadata={"static": True})
     store: Callable[..., Int32[Array, ""]] = field(metadata={"static": True})
 
     @property
@@ -86,7 +88,8 @@ def _(cache: VirtualCache, layer: paged.Layer, grant: Grant, **tensors: Array) -
     paged.check_grant(cache.rows, grant)
     paged.check_tensors(group.name, {t.name: (grant.packed, t.heads, t.width) for t in group.tensors}, arrays)
     length, reserved, generation = (
-        of_row.at[grant.row].get(mode="fill", fill_value=0) for of_row in (cache.length, cache.reserved, cache.generation)
+        of_row.at[grant.row].get(mode="fill", fill_value=0)
+        for of_row in (cache.length, cache.reserved, cache.generation)
     )
     writable = (grant.position >= length) & (grant.position < reserved)
     row = jnp.where(writable, grant.row, cache.rows)
@@ -115,14 +118,20 @@ def _(
     lanes = {name: slice(first, end) for name, first, end in pool.slices}
     if set(lanes) != {"k", "v"}:
         raise NotImplementedError(f"attend needs a pool of k and v side by side, this one holds {sorted(lanes)}")
-    size = (1, BLOCK_TOKENS, pool.heads * pool.lanes)
+    elements = pool.heads * pool.lanes
+    longest = jnp.argmax(grant.context)
 
     def fetch(rows: Int32[Array, " tiles"], index: Int32[Array, ""]) -> tuple[Array, Array]:
-        rows = jnp.minimum(rows, cache.rows - 1)
-        # A row shorter than the longest reads its own last block again, not addresses that it never used.
-        last = jnp.maximum(grant.context[rows] - 1, 0) // BLOCK_TOKENS
-        first = jnp.minimum(index, last) * BLOCK_TOKENS + cache.order
-        tokens = jax.vmap(lambda row, token: lax.dynamic_slice(memory, (row, token, start), size)[0])(rows, first)
+        # Every address read has been written, or lies in the same block as one that has: padding reads the longest row,
+        # and a row shorter than that its own last block again.
+        context = grant.context.at[rows].get(mode="fill", fill_value=0)
+        rows, context = jnp.where(context > 0, rows, longest), jnp.where(context > 0, context, grant.context[longest])
+        first = jnp.minimum(index, (context - 1) // BLOCK_TOKENS) * BLOCK_TOKENS
+        if cache.reads_unmapped:
+            tokens = _slices(memory, rows, first + cache.order, start, (1, BLOCK_TOKENS, elements))
+        else:
+            token = jnp.minimum(first[:, None] + jnp.arange(BLOCK_TOKENS), context[:, None] - 1) + cache.order
+            tokens = _slices(memory, jnp.repeat(rows, BLOCK_TOKENS), token.reshape(-1), start, (1, 1, elements))
         block = jnp.moveaxis(tokens.reshape(len(rows), BLOCK_TOKENS, pool.heads, pool.lanes), 2, 1)
         return block[..., lanes["k"]], block[..., lanes["v"]]
 
@@ -142,6 +151,17 @@ def _(cache: VirtualCache, tokens: Int32[Array, " rows"]) -> VirtualCache:
     tokens = row_integers("tokens", tokens, cache.rows)
     valid = (tokens >= 0) & (tokens <= cache.reserved - cache.length)
     return replace(cache, length=cache.length + jnp.where(valid, tokens, 0))
+
+
+def _slices(
+    memory: Shaped[Array, "rows span_tokens elements"],
+    rows: Int32[Array, " n"],
+    tokens: Int32[Array, " n"],
+    start: Int32[Array, ""],
+    size: tuple[int, int, int],
+) -> Shaped[Array, "n tokens elements"]:
+    """A slice of `size` a row, from each row's token and element `start` on."""
+    return jax.vmap(lambda row, token: lax.dynamic_slice(memory, (row, token, start), size)[0])(rows, tokens)
 
 
 def _start(place: PoolPlace, within: int | Int32[Array, ""]) -> Int32[Array, ""]:

@@ -134,7 +134,9 @@ class HostRange:
         values: Shaped[Array, "packed elements"],
     ) -> Int32[Array, ""]:
         done = jax.ShapeDtypeStruct((), jnp.int32)
-        return io_callback(partial(self._store, str(values.dtype)), done, order, row, position, generation, start, values)
+        return io_callback(
+            partial(self._store, str(values.dtype)), done, order, row, position, generation, start, values
+        )
 
     def resident_bytes(self) -> int:
         return os.fstat(self._file).st_blocks * 512

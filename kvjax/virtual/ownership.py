@@ -78,7 +78,9 @@ class Ownership:
         """The page-groups a row holds, in order."""
         return self.pages[row, : self.end[row]]
 
-    def reserve(self, tokens: Int[np.ndarray, " rows"]) -> tuple[Int32[np.ndarray, " rows"], list[tuple[int, int, int]]]:
+    def reserve(
+        self, tokens: Int[np.ndarray, " rows"]
+    ) -> tuple[Int32[np.ndarray, " rows"], list[tuple[int, int, int]]]:
         """`pages.reserve`; status codes, and the copies to make first as (row, source page, target page)."""
         info = self._call(pages.reserve, np.asarray(tokens, np.int32), max_tokens=self._bucket(int(tokens.sum())))
         source, target = (np.asarray(side) for side in (info.copies[0].source, info.copies[0].target))

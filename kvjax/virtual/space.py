@@ -212,6 +212,7 @@ class VirtualSpace:
             order=jnp.int32(0),
             memory=self._memory,
             layout=self.layout,
+            reads_unmapped=self._range.reads_unmapped,
             store=self._range.store,
         )
 

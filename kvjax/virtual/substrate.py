@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import numpy as np
 from jaxtyping import Array, Int32, Shaped
+
+from kvjax.virtual.span import SpanLayout
 
 
 class AddressRange(Protocol):
@@ -16,14 +18,15 @@ class AddressRange(Protocol):
     and leaves the mapping as it was.  Calls come from one thread at a time.
 
     Attributes:
-      address: where the range begins; every byte may be read from the start, whether mapped or not, where the platform
-        can do that (`reads_unmapped`).
+      address: where the range begins.
       mapped: the page at each place; `num_pages` where there is none.
+      generation: of each row's request; the space counts it on when a request ends.
       reads_unmapped: reading a place without a page is harmless.
     """
 
     address: int
     mapped: Int32[np.ndarray, " places"]
+    generation: Int32[np.ndarray, " rows"]
     reads_unmapped: bool
 
     def map(self, place: int, page: int, count: int) -> bool:
@@ -56,8 +59,8 @@ class AddressRange(Protocol):
     ) -> Int32[Array, ""]:
         """Stores values through the mapping, as part of a traced program: element `start` on of each token's record.
 
-        Tokens whose row is out of range, whose generation is not the row's present one, or whose place has no page are
-        dropped.  Returns 0, once the stores are done and those that `order` stands for are: a value the compiler does
+        Tokens whose row is out of range are dropped, and on the host those whose generation is not the row's present one
+        or whose place has no page.  Returns 0, once the stores are done and those that `order` stands for are: a value the compiler does
         not know, to be added to the addresses that read.
         """
         ...
@@ -81,6 +84,6 @@ class Substrate(Protocol):
     @property
     def granularity(self) -> int: ...
 
-    def reserve(self, layout: Any, num_pages: int) -> AddressRange:
+    def reserve(self, layout: SpanLayout, num_pages: int) -> AddressRange:
         """Addresses for every row of a `SpanLayout`, and the right to `num_pages` of its page-groups of memory."""
         ...
