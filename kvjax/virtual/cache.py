@@ -4,14 +4,14 @@ It takes the calls of any kvjax cache (`reserve`, `write`, `attend`, `commit`), 
 `reserve` here grants what `VirtualSpace.step` made resident and maps nothing itself; within that, a burst of several
 tokens traces as it does elsewhere.
 
-Memory that we mapped cannot be donated, so `write` stores through the addresses and the array is never rebuilt.  To the
-compiler the array is a constant input.  What keeps a read after the stores is `order`: `write` returns a new one once it
-has stored, 0 at run time but unknown to the compiler, and `attend` adds it to the addresses it reads from.
+Memory that we mapped cannot be donated, so `write` stores through the addresses and the array is never rebuilt.  To
+the compiler the array is a constant input.  What keeps a read after the stores is `order`: `write` returns a new one
+once it has stored, 0 at run time but unknown to the compiler, and `attend` adds it to the addresses it reads from.
+Return the cache, or its `order`, from a jitted step: on a GPU stores whose `order` nobody uses are left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import jax
@@ -26,6 +26,7 @@ from kvjax.grant import Grant, make_grant
 from kvjax.inputs import row_integers, static_size
 from kvjax.pages.status import Status
 from kvjax.virtual.span import PoolPlace, SpanLayout
+from kvjax.virtual.substrate import Store
 
 
 @jax.tree_util.register_dataclass
@@ -38,22 +39,24 @@ class VirtualCache:
       reserved: end of the positions a row may write now.
       resident: end of the positions that have memory.
       generation: of each row's request; stores for an earlier one are dropped.
+      handle: which range `store` is to store to.
       order: 0, once all stores so far are done.
       memory: the whole reservation, an array a dtype, all at the same address.
       layout: where everything stands in it.
       reads_unmapped: reading past what is resident is harmless, if it is in the same block.
-      store: how to store through the mapping (`AddressRange.store`).
+      store: how to store through the mapping.
     """
 
     length: Int32[Array, " rows"]
     reserved: Int32[Array, " rows"]
     resident: Int32[Array, " rows"]
     generation: Int32[Array, " rows"]
+    handle: Int32[Array, ""]
     order: Int32[Array, ""]
-    memory: dict[str, Shaped[Array, "rows span_tokens elements"]]
+    memory: dict[str, Shaped[Array, "rows span_tokens record"]]
     layout: SpanLayout = field(metadata={"static": True})
     reads_unmapped: bool = field(metadata={"static": True})
-    store: Callable[..., Int32[Array, ""]] = field(metadata={"static": True})
+    store: Store = field(metadata={"static": True})
 
     @property
     def rows(self) -> int:
@@ -97,7 +100,7 @@ def _(cache: VirtualCache, layer: paged.Layer, grant: Grant, **tensors: Array) -
     for place in cache.layout.places[index]:
         lanes = jnp.concatenate([arrays[name] for name, _, _ in place.pool.slices], axis=-1)
         values = lanes.astype(place.pool.dtype).reshape(grant.packed, -1)
-        order = cache.store(order, row, grant.position, generation, _start(place, within), values)
+        order = cache.store(cache.handle, order, row, grant.position, generation, _start(place, within), values)
     return replace(cache, order=order)
 
 
@@ -154,12 +157,12 @@ def _(cache: VirtualCache, tokens: Int32[Array, " rows"]) -> VirtualCache:
 
 
 def _slices(
-    memory: Shaped[Array, "rows span_tokens elements"],
+    memory: Shaped[Array, "rows span_tokens record"],
     rows: Int32[Array, " n"],
     tokens: Int32[Array, " n"],
     start: Int32[Array, ""],
     size: tuple[int, int, int],
-) -> Shaped[Array, "n tokens elements"]:
+) -> Shaped[Array, "n block elements"]:
     """A slice of `size` a row, from each row's token and element `start` on."""
     return jax.vmap(lambda row, token: lax.dynamic_slice(memory, (row, token, start), size)[0])(rows, tokens)
 

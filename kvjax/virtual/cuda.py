@@ -11,6 +11,7 @@ the memory now.  Take a new `VirtualSpace.cache()` for each step.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import jax
@@ -83,6 +84,7 @@ class CudaRange:
         self.address = calls.reserve(self._size, layout.page_bytes)
         self._windows = (self._at(places), self._at(places + 1))
         self._closed = False
+        self.store, self.handle = partial(_store, layout, self.address), 0  # the address is part of the program
 
     def map(self, place: int, page: int, count: int) -> bool:
         if not self._commit(range(page, page + count)):
@@ -126,30 +128,6 @@ class CudaRange:
         array = array_at(self.address, shape, dtype, device=CUDA, index=self._device)
         self._arrays.append(array)
         return array
-
-    def store(
-        self,
-        order: Int32[Array, ""],
-        row: Int32[Array, " packed"],
-        position: Int32[Array, " packed"],
-        generation: Int32[Array, " packed"],
-        start: Int32[Array, ""],
-        values: Shaped[Array, "packed elements"],
-    ) -> Int32[Array, ""]:
-        from pallas_kernels.gpu.store_through import store_through  # Mosaic GPU: imported when used
-
-        del generation
-        return store_through(
-            order,
-            row,
-            position,
-            start,
-            values,
-            address=self.address,
-            rows=self._layout.rows,
-            row_elements=self._layout.span_tokens * self._layout.record_bytes // values.dtype.itemsize,
-            token_elements=self._layout.record_bytes // values.dtype.itemsize,
-        )
 
     def resident_bytes(self) -> int:
         return len(self._handles) * self._layout.page_bytes
@@ -199,6 +177,26 @@ class CudaRange:
                 self._calls.map(self._at(place + index), size, self._handles[int(page)])
                 self._calls.allow(self._at(place + index), size)
                 self.mapped[place + index] = page
+
+
+def _store(
+    layout: SpanLayout,
+    address: int,
+    handle: Int32[Array, ""],
+    order: Int32[Array, ""],
+    row: Int32[Array, " packed"],
+    position: Int32[Array, " packed"],
+    generation: Int32[Array, " packed"],
+    start: Int32[Array, ""],
+    values: Shaped[Array, "packed elements"],
+) -> Int32[Array, ""]:
+    """`AddressRange.store` by a kernel."""
+    from pallas_kernels.gpu.store_through import store_through  # Mosaic GPU: imported when used
+
+    del handle, generation
+    elements = layout.record_bytes // values.dtype.itemsize
+    sizes = {"rows": layout.rows, "row_elements": layout.span_tokens * elements, "token_elements": elements}
+    return store_through(order, row, position, start, values, address=address, **sizes)
 
 
 class _Calls:

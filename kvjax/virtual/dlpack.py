@@ -86,7 +86,7 @@ class _Exporter:
         block = libc.malloc(size + 8 * len(shape))
         if not block:
             raise MemoryError("no memory to describe an array")
-        (ctypes.c_int64 * len(shape)).from_address(block + size)[:] = shape
+        (ctypes.c_int64 * len(shape)).from_address(block + size)[:] = list(shape)
         tensor = _ManagedTensor.from_address(block)
         tensor.data, tensor.byte_offset, tensor.strides, tensor.manager_ctx = address, 0, None, None
         tensor.device.type, tensor.device.id = self._device

@@ -16,7 +16,9 @@ import errno
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from itertools import count
+from typing import Any
+from weakref import WeakValueDictionary
 
 import jax
 import jax.numpy as jnp
@@ -82,6 +84,7 @@ class HostRange:
     reads_unmapped = True
 
     def __init__(self, layout: SpanLayout, num_pages: int, areas: AreaBudget):
+        self.store, self.handle = store, next(_HANDLES)
         self._layout, self._num_pages, self._areas = layout, num_pages, areas
         self._libc = _libc()
         places = layout.rows * layout.span_pages
@@ -97,6 +100,7 @@ class HostRange:
         self._views = {
             dtype: np.frombuffer(memory, np.dtype(dtype)).reshape(layout.shape(dtype)) for dtype in layout.dtypes
         }
+        _RANGES[self.handle] = self
 
     def map(self, place: int, page: int, count: int) -> bool:
         if not self._commit(page, count):
@@ -124,20 +128,6 @@ class HostRange:
         self._arrays.append(array)
         return array
 
-    def store(
-        self,
-        order: Int32[Array, ""],
-        row: Int32[Array, " packed"],
-        position: Int32[Array, " packed"],
-        generation: Int32[Array, " packed"],
-        start: Int32[Array, ""],
-        values: Shaped[Array, "packed elements"],
-    ) -> Int32[Array, ""]:
-        done = jax.ShapeDtypeStruct((), jnp.int32)
-        return io_callback(
-            partial(self._store, str(values.dtype)), done, order, row, position, generation, start, values
-        )
-
     def resident_bytes(self) -> int:
         return os.fstat(self._file).st_blocks * 512
 
@@ -145,6 +135,7 @@ class HostRange:
         """Addresses stay reserved, as zeros, until the process ends: a program still running may read, never fault."""
         if self._file < 0:
             return
+        _RANGES.pop(self.handle, None)
         for array in self._arrays:
             array.delete()
         self._arrays.clear()
@@ -213,18 +204,15 @@ class HostRange:
             raise OSError(code, f"mmap of {size} bytes at {address} refused: {os.strerror(code)}")
         return got
 
-    def _store(
+    def put(
         self,
-        dtype: str,
-        order: Int32[np.ndarray, ""],
         row: Int32[np.ndarray, " packed"],
         position: Int32[np.ndarray, " packed"],
         generation: Int32[np.ndarray, " packed"],
-        start: Int32[np.ndarray, ""],
+        start: int,
         values: Shaped[np.ndarray, "packed elements"],
-    ) -> np.int32:
-        del order  # Its being there is its whole use.
-        row, position, generation, values = (np.asarray(each) for each in (row, position, generation, values))
+    ) -> None:
+        """Stores values as `store` says, now; called by a running program, in a thread of its own."""
         kept = np.flatnonzero(row < self._layout.rows)
         row, position, generation = row[kept], position[kept], generation[kept]
         place = row * self._layout.span_pages + position // self._layout.page_tokens
@@ -232,8 +220,37 @@ class HostRange:
         writable = (self.generation[row] == generation) & (self.mapped[place] != self._num_pages)
         row, position, values = row[writable], position[writable], values[kept[writable]]
         if len(row):
-            self._views[dtype][row, position, int(start) : int(start) + values.shape[1]] = values
-        return np.int32(0)
+            self._views[values.dtype.name][row, position, start : start + values.shape[1]] = values
+
+
+_RANGES: WeakValueDictionary[int, HostRange] = WeakValueDictionary()
+_HANDLES = count(1)
+
+
+def store(
+    handle: Int32[Array, ""],
+    order: Int32[Array, ""],
+    row: Int32[Array, " packed"],
+    position: Int32[Array, " packed"],
+    generation: Int32[Array, " packed"],
+    start: Int32[Array, ""],
+    values: Shaped[Array, "packed elements"],
+) -> Int32[Array, ""]:
+    """`AddressRange.store` by a callback.
+
+    The range is named by a number at run time, so that one compiled program serves every space of a layout, and keeps
+    none of them alive.
+    """
+    done = jax.ShapeDtypeStruct((), jnp.int32)
+    return io_callback(_store_now, done, handle, order, row, position, generation, start, values)
+
+
+def _store_now(handle: Any, order: Any, row: Any, position: Any, generation: Any, start: Any, values: Any) -> np.int32:
+    del order  # Its being there is its whole use.
+    # A range that is gone has no memory to store to.
+    if (range_ := _RANGES.get(int(handle))) is not None:
+        range_.put(np.asarray(row), np.asarray(position), np.asarray(generation), int(start), np.asarray(values))
+    return np.int32(0)
 
 
 _FIXED_NOTHING = _MAP_PRIVATE | _MAP_FIXED | _MAP_ANONYMOUS | _MAP_NORESERVE

@@ -1,4 +1,4 @@
-"""Making what a row holds show at its addresses: the difference between table and mapping, in as few calls as it takes."""
+"""Making what a row holds show at its addresses: what table and mapping differ in, in as few calls as it takes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Mapping:
         return True
 
     def clear(self, place: int, count: int) -> bool:
-        """Takes away whatever is mapped at places [place, place + count), in one call; False if the platform refuses."""
+        """Takes away what is mapped at places [place, place + count), in one call; False if the platform refuses."""
         mapped = np.flatnonzero(self.range.mapped[place : place + count] != self.none)
         if not len(mapped):
             return True

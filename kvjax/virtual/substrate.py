@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -11,6 +11,30 @@ from jaxtyping import Array, Int32, Shaped
 from kvjax.virtual.span import SpanLayout
 
 
+@runtime_checkable
+class Store(Protocol):
+    """A function that stores through a mapping; two that are equal are one to the compiler."""
+
+    def __call__(
+        self,
+        handle: Int32[Array, ""],
+        order: Int32[Array, ""],
+        row: Int32[Array, " packed"],
+        position: Int32[Array, " packed"],
+        generation: Int32[Array, " packed"],
+        start: Int32[Array, ""],
+        values: Shaped[Array, "packed elements"],
+    ) -> Int32[Array, ""]:
+        """Stores values: elements `start` on of each token's record, as part of a traced program.
+
+        Tokens whose row is out of range are dropped, and on the host those whose generation is not the row's present
+        one or whose place has no page.  Returns 0, once these stores are done and those that `order` stands for: a
+        value the compiler does not know, to be added to the addresses that read.
+        """
+        ...
+
+
+@runtime_checkable
 class AddressRange(Protocol):
     """A reserved range of addresses, `places` page-groups long, and `num_pages` page-groups of memory to map there.
 
@@ -22,12 +46,16 @@ class AddressRange(Protocol):
       mapped: the page at each place; `num_pages` where there is none.
       generation: of each row's request; the space counts it on when a request ends.
       reads_unmapped: reading a place without a page is harmless.
+      store: stores through the mapping, as part of a traced program; see `Store`.
+      handle: the number by which `store` knows the range at run time.
     """
 
     address: int
     mapped: Int32[np.ndarray, " places"]
     generation: Int32[np.ndarray, " rows"]
     reads_unmapped: bool
+    store: Store
+    handle: int
 
     def map(self, place: int, page: int, count: int) -> bool:
         """Maps pages [page, page + count) at places [place, place + count), in place of what is mapped there.
@@ -48,23 +76,6 @@ class AddressRange(Protocol):
         """The range from its beginning as a jax array at `address`, without a copy.  Never donate it."""
         ...
 
-    def store(
-        self,
-        order: Int32[Array, ""],
-        row: Int32[Array, " packed"],
-        position: Int32[Array, " packed"],
-        generation: Int32[Array, " packed"],
-        start: Int32[Array, ""],
-        values: Shaped[Array, "packed elements"],
-    ) -> Int32[Array, ""]:
-        """Stores values through the mapping, as part of a traced program: element `start` on of each token's record.
-
-        Tokens whose row is out of range are dropped, and on the host those whose generation is not the row's present one
-        or whose place has no page.  Returns 0, once the stores are done and those that `order` stands for are: a value the compiler does
-        not know, to be added to the addresses that read.
-        """
-        ...
-
     def resident_bytes(self) -> int:
         """Bytes of memory committed, by the platform's own account."""
         ...
@@ -74,6 +85,7 @@ class AddressRange(Protocol):
         ...
 
 
+@runtime_checkable
 class Substrate(Protocol):
     """A platform.
 

@@ -56,8 +56,8 @@ def store_through(
     size = values.dtype.itemsize
     if elements % THREADS or size not in (2, 4):
         raise NotImplementedError(
-            f"values has {elements} elements of {values.dtype} a token; stores take a multiple of {THREADS} elements of 16 "
-            "or 32 bits: use a paged cache for other shapes"
+            f"values has {elements} elements of {values.dtype} a token; stores take a multiple of {THREADS} elements "
+            "of 16 or 32 bits: use a paged cache for other shapes"
         )
 
     def body(order, row, position, start, values, done):
@@ -68,10 +68,10 @@ def store_through(
             wide = ir.IntegerType.get_signless(64)
 
             def scalar(ref: ir.Value) -> ir.Value:
-                return arith.extsi(wide, memref.load(ref, [arith.constant(ir.IndexType.get(), 0)]))
+                return arith.extsi(wide, memref.load(ref, [mosaic.utils.c(0, ir.IndexType.get())]))
 
             def constant(value: int) -> ir.Value:
-                return arith.constant(wide, value)
+                return mosaic.utils.c(value, wide)
 
             of_row = scalar(row)
             element = arith.addi(

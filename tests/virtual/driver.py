@@ -1,10 +1,10 @@
 """A fake of `cuda.bindings.driver` that keeps the driver's rules, and bytes, and a record of the calls.
 
-Rules as documented for the virtual memory management functions of the CUDA driver API: sizes and addresses are multiples
-of the granularity; a reservation's alignment is a power of two; memory is mapped only where addresses are reserved and
-nothing is mapped; a mapping is taken away whole; access is set on mapped addresses only, and needed before they are
-touched; memory that is mapped lives on after its release, a handle released does not; addresses are freed only when
-nothing is mapped there.
+The rules are those documented for the virtual memory management functions of the CUDA driver API: sizes and addresses
+are multiples of the granularity; a reservation's alignment is a power of two; memory is mapped only where addresses are
+reserved and nothing is mapped; a mapping is taken away whole; access is set on mapped addresses only, and needed before
+they are touched; addresses are freed only when nothing is mapped there.  One rule is stricter than the driver's, which
+would keep such memory until it is unmapped: memory is unmapped before it is released.
 """
 
 from __future__ import annotations

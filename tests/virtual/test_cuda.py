@@ -32,7 +32,7 @@ def test_a_walk_keeps_every_rule_and_leaves_nothing(driver):
     """Admit, grow, share, release, reclaim, truncate in random order; at the end all memory and addresses are back."""
     space = make_space(substrate=CudaSubstrate(driver=driver), lookahead=9, watermark=2, eager_tokens=8)
     chance, lengths, seen = random.Random(0), {}, set()
-    for _ in range(300):
+    for _ in range(200):
         operation = chance.choice(["admit", "grow", "grow", "alias", "alias", "release", "reclaim", "truncate"])
         row = chance.choice(sorted(lengths)) if lengths else None
         if operation == "admit" and (row := space.admit(chance.randint(1, 60))) is not None:
@@ -63,7 +63,7 @@ def test_a_walk_keeps_every_rule_and_leaves_nothing(driver):
         assert space.check() == []
         for each, length in lengths.items():
             for index in range(-(-length // PAGE)):
-                driver.touch(space._range._at(space._place(each) + index))
+                driver.touch(space._rows.range._at(space._rows.place(each) + index))
     assert {"OK", "OUT_OF_PAGES"} <= seen and {"cuMemcpyDtoD", "cuMemUnmap"} <= set(driver.calls)
     space.close()
     assert not driver.mappings and not driver.handles and not driver.reserved
@@ -75,7 +75,7 @@ def test_a_copy_on_write_copies_the_bytes(driver):
     space.step(np.where(np.arange(ROWS) == parent, 5, 0))
     space.follow(None)
     space.commit()
-    at = [space._range._at(space._place(row)) for row in range(ROWS)]
+    at = [space._rows.range._at(space._rows.place(row)) for row in range(ROWS)]
     driver.touch(at[parent])[:5] = b"token"
     child = space.admit(8, shared=5)
     assert space.alias(parent, child, 5) == Status.OK

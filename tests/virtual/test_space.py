@@ -19,7 +19,7 @@ from tests.virtual.spaces import CONTEXT, PAGE, ROWS, contents, extend, fill, ma
 
 
 def test_resident_memory_grows_with_tokens_and_not_with_reservations():
-    """64 rows × 32,768 reserved tokens, 1,000 used each: within 1.1 × their bytes plus a page-group a row and tensor."""
+    """64 rows × 32,768 reserved tokens, 1,000 used each: within 1.1 × their bytes plus a page-group a row."""
     spec = kvjax.CacheSpec.uniform(layers=2, kv_heads=2, head_dim=64, dtype="float32")
     space = VirtualSpace(spec, rows=64, num_pages=4096, max_context=32768, page_group_bytes=65536)
     rows = [space.admit(1000) for _ in range(64)]
@@ -48,7 +48,7 @@ def test_a_shared_prefix_is_the_same_memory():
     before = space.figures().resident_bytes
     assert space.alias(first, second, 1000) == Status.OK
     assert space.figures().resident_bytes == before
-    memory = space._range._views["float32"]
+    memory = space._rows.range._views["float32"]
     memory[first, :1000] = np.arange(1000)[:, None]
     np.testing.assert_array_equal(memory[second, :1000], memory[first, :1000])
     frames = [_frames(memory[row, :1000]) for row in (first, second)]
@@ -133,11 +133,11 @@ def test_reclaim_gives_up_the_coldest_row_first():
     for row in (rows[1], rows[0], rows[2]):
         space.release(row)
     assert space.reclaim(12) == 12
-    none = space._mapping.none
-    mapped = space._range.mapped.reshape(ROWS, -1)
+    none = space._rows.mapping.none
+    mapped = space._rows.range.mapped.reshape(ROWS, -1)
     assert np.all(mapped[rows[1]] == none) and np.all(mapped[rows[0], :2] < none) and np.all(mapped[rows[2], :2] < none)
     assert space.reclaim(16) == 16
-    assert np.all(space._range.mapped == none)
+    assert np.all(space._rows.range.mapped == none)
     assert space.check() == []
     space.close()
 
@@ -160,13 +160,13 @@ def test_out_of_memory_leaves_everything_as_it_was():
     space = make_space(num_pages=16)
     rows = [fill(space, 32, first=100 * index) for index in range(3)]
     late = space.admit(8)
-    table = jax.device_get(space._owner.table)
-    mapped = space._range.mapped.copy()
+    table = jax.device_get(space._rows.owner.table)
+    mapped = space._rows.range.mapped.copy()
     status = extend(space, {rows[0]: [1] * 24, rows[1]: [2] * 24, late: [3]})
     assert [status[row] for row in (rows[0], rows[1], late)] == [Status.OK, Status.OUT_OF_PAGES, Status.OUT_OF_PAGES]
-    kept = space._range.mapped.reshape(ROWS, -1)[rows[1:]]
+    kept = space._rows.range.mapped.reshape(ROWS, -1)[rows[1:]]
     np.testing.assert_array_equal(kept, mapped.reshape(ROWS, -1)[rows[1:]])
-    after = jax.device_get(space._owner.table)
+    after = jax.device_get(space._rows.owner.table)
     np.testing.assert_array_equal(after.groups[0].end[rows[1:]], table.groups[0].end[rows[1:]])
     for index, row in enumerate(rows):
         assert contents(space, row, 32) == [100 * index + step for step in range(32)]
@@ -176,7 +176,7 @@ def test_out_of_memory_leaves_everything_as_it_was():
 
 @pytest.mark.parametrize("refused", ["memory", "areas"])
 def test_what_the_kernel_refuses_is_a_status(refused, monkeypatch):
-    """No memory for a file, or no more memory areas: the table is put back, and the row can go on once there is some."""
+    """No memory for a file, or no more memory areas: the table is put back, and the row goes on once there is some."""
     areas = AreaBudget(limit=1000)
     space = make_space(substrate=HostSubstrate(areas))
     row = fill(space, 8)
@@ -185,11 +185,11 @@ def test_what_the_kernel_refuses_is_a_status(refused, monkeypatch):
             patch.setattr("os.posix_fallocate", _no_memory)
         else:
             patch.setattr(areas, "limit", areas.used)
-            space._owner.reserve(np.array([0, 8, 0, 0]) if row == 0 else np.array([8, 0, 0, 0]))  # not adjacent
-        before, mapped = jax.device_get(space._owner.table.groups), space._range.mapped.copy()
+            space._rows.owner.reserve(np.array([0, 8, 0, 0]) if row == 0 else np.array([8, 0, 0, 0]))  # not adjacent
+        before, mapped = jax.device_get(space._rows.owner.table.groups), space._rows.range.mapped.copy()
         assert extend(space, {row: [5]})[row] == Status.OUT_OF_PAGES
-        jax.tree.map(np.testing.assert_array_equal, jax.device_get(space._owner.table.groups), before)
-        np.testing.assert_array_equal(space._range.mapped, mapped)
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(space._rows.owner.table.groups), before)
+        np.testing.assert_array_equal(space._rows.range.mapped, mapped)
     assert not extend(space, {row: [5]})[row]
     assert contents(space, row, 9) == [*range(1, 9), 5]
     space.close()
