@@ -15,7 +15,7 @@ from tests.models.decoding import FIXTURES, make_cache
 
 
 def test_a_model_gives_the_same_logits_as_over_pages():
-    """Two rows with a shared prompt prefix, prefilled and decoded greedily; on the virtual side the prefix is aliased."""
+    """Two rows share a prompt, prefilled and decoded greedily; on the virtual side the prompt is aliased."""
     model = load(FIXTURES / "tiny-llama").model
     space = VirtualSpace(model.spec, rows=2, num_pages=64, max_context=64, page_group_bytes=4096)
     paged = make_cache("paged", model, 2, 64)
