@@ -17,13 +17,13 @@ from dataclasses import dataclass, field, replace
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int32, Shaped
+from jaxtyping import Array, Bool, Float, Int32, Shaped
 
 from kvjax import cache as paged
 from kvjax.attention.paged import BLOCK_TOKENS
 from kvjax.attention.xla import tiled_attention
 from kvjax.grant import Grant, make_grant
-from kvjax.inputs import row_integers, static_size
+from kvjax.inputs import row_integers, row_mask, static_size
 from kvjax.pages.status import Status
 from kvjax.virtual.span import PoolPlace, SpanLayout
 from kvjax.virtual.substrate import Store
@@ -165,6 +165,22 @@ def _slices(
 ) -> Shaped[Array, "n block elements"]:
     """A slice of `size` a row, from each row's token and element `start` on."""
     return jax.vmap(lambda row, token: lax.dynamic_slice(memory, (row, token, start), size)[0])(rows, tokens)
+
+
+@paged.truncate.register
+def _(
+    cache: VirtualCache, length: Int32[Array, " rows"], *, max_pages: int, rows: Bool[Array, " rows"] | None = None
+) -> tuple[VirtualCache, Int32[Array, " rows"]]:
+    del max_pages  # Nothing is unmapped within a step: positions past a length are written again.
+    chosen = jnp.ones(cache.rows, bool) if rows is None else row_mask("rows", rows, cache.rows)
+    length = row_integers("length", length, cache.rows)
+    valid = (length >= 0) & (length <= cache.length)
+    acts = chosen & valid
+    status = jnp.where(chosen & ~valid, Status.NOT_RESERVED, Status.OK).astype(jnp.int32)
+    cache = replace(
+        cache, length=jnp.where(acts, length, cache.length), reserved=jnp.where(acts, length, cache.reserved)
+    )
+    return cache, status
 
 
 def _start(place: PoolPlace, within: int | Int32[Array, ""]) -> Int32[Array, ""]:

@@ -79,10 +79,12 @@ class Ownership:
         return self.pages[row, : self.end[row]]
 
     def reserve(
-        self, tokens: Int[np.ndarray, " rows"]
+        self, tokens: Int[np.ndarray, " rows"], order: Int[np.ndarray, " rows"] | None = None
     ) -> tuple[Int32[np.ndarray, " rows"], list[tuple[int, int, int]]]:
         """`pages.reserve`; status codes, and the copies to make first as (row, source page, target page)."""
-        info = self._call(pages.reserve, np.asarray(tokens, np.int32), max_tokens=self._bucket(int(tokens.sum())))
+        order = np.asarray(np.arange(self.rows) if order is None else order, np.int32)
+        bound = self._bucket(int(tokens.sum()))
+        info = self._call(pages.reserve, np.asarray(tokens, np.int32), order=order, max_tokens=bound)
         source, target = (np.asarray(side) for side in (info.copies[0].source, info.copies[0].target))
         copies = [(int(row), int(source[row]), int(target[row])) for row in np.flatnonzero(source < self.num_pages)]
         return np.asarray(info.status), copies

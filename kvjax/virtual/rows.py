@@ -55,12 +55,17 @@ class Rows:
         self.parkings = 0
         self.fences: deque[tuple[int, int]] = deque()
 
-    def grow(self, wanted: Int[np.ndarray, " rows"], *, urgent: bool) -> Int32[np.ndarray, " rows"]:
+    def grow(
+        self, wanted: Int[np.ndarray, " rows"], order: Int[np.ndarray, " rows"] | None = None, *, urgent: bool
+    ) -> Int32[np.ndarray, " rows"]:
         """Gives rows memory up to `wanted[r]` tokens, rounded up to page-groups; 0 for rows that want none.
+
+        Rows are served by `order`, smallest first; in row order if None.
 
         Refused rows hold what they held, less what they were given ahead of need.  With `urgent` it makes room as it
         can; otherwise it takes what is free.
         """
+        order = np.arange(self.layout.rows) if order is None else order
         self.sync()
         for row in np.flatnonzero(wanted).tolist():
             if row in self.parked and not self.owner.end[row]:
@@ -71,9 +76,9 @@ class Rows:
         status = np.zeros(self.layout.rows, np.int32)
         while tokens.any():
             before = self.owner.table
-            codes, copies = self.owner.reserve(tokens)
+            codes, copies = self.owner.reserve(tokens, order)
             if not codes.any():
-                codes = self._realise(tokens, copies, wait=urgent)
+                codes = self._realise(tokens, order, copies, wait=urgent)
             if not codes.any():
                 self.counters.copies += len(copies)
                 break
@@ -176,12 +181,19 @@ class Rows:
         return found
 
     def _realise(
-        self, tokens: Int[np.ndarray, " rows"], copies: list[tuple[int, int, int]], *, wait: bool
+        self,
+        tokens: Int[np.ndarray, " rows"],
+        order: Int[np.ndarray, " rows"],
+        copies: list[tuple[int, int, int]],
+        *,
+        wait: bool,
     ) -> Int32[np.ndarray, " rows"]:
         """Copies and maps what the table has granted; the codes of the first row that fails and all after it."""
         status = np.zeros(self.layout.rows, np.int32)
         copy_of = {row: (source, target) for row, source, target in copies}
-        for row in np.flatnonzero(tokens).tolist():
+        by_order = np.argsort(order, kind="stable")
+        served = by_order[tokens[by_order] > 0].tolist()
+        for index, row in enumerate(served):
             code = Status.OK
             if row in copy_of:
                 # Any step in flight may be writing what is to be copied: lengths are committed before it has run.
@@ -191,6 +203,6 @@ class Rows:
             if code == Status.OK:
                 code = self.show(row, int(self.owner.length[row]) // self.layout.page_tokens, wait=wait)
             if code != Status.OK:
-                after = (np.arange(self.layout.rows) >= row) & (tokens > 0)
-                return np.where(after, code, status).astype(np.int32)
+                status[served[index:]] = code
+                break
         return status

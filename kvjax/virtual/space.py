@@ -99,14 +99,26 @@ class VirtualSpace:
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="kvjax-map")
         self._ahead: Future[None] | None = None
 
-    def admit(self, tokens: int, *, shared: int = 0) -> int | None:
+    @property
+    def length(self) -> Int[np.ndarray, " rows"]:
+        """Committed tokens of each row."""
+        return self._rows.length.copy()
+
+    @property
+    def resident(self) -> Int[np.ndarray, " rows"]:
+        """End of the positions of each row that have memory."""
+        return self._rows.resident.copy()
+
+    def admit(self, tokens: int, *, shared: int = 0, row: int | None = None) -> int | None:
         """A row for a new request of `tokens` tokens; None if all are in use.
 
         The unused row whose parked page-groups fit best: the least sufficient, or the one that has most.  `shared` of
-        the tokens will come from another row by `alias`, and need not be parked.
+        the tokens will come from another row by `alias`, and need not be parked.  Who places requests elsewhere names
+        the `row`; None then says that it is in use.
         """
         with self._lock:
             free = np.flatnonzero(~self._rows.occupied)
+            free = free if row is None else free[free == row]
             row = best_fit(self._rows.parked, free.tolist(), self._rows.pages_for(tokens), self._rows.pages_for(shared))
             if row is not None:
                 self._rows.occupied[row] = True
@@ -149,8 +161,12 @@ class VirtualSpace:
             self._rows.update_resident([target])
             return Status.OK
 
-    def step(self, lengths: Int[np.ndarray, " rows"]) -> Int32[np.ndarray, " rows"]:
+    def step(
+        self, lengths: Int[np.ndarray, " rows"], order: Int[np.ndarray, " rows"] | None = None
+    ) -> Int32[np.ndarray, " rows"]:
         """Opens a step in which row r is to hold `lengths[r]` tokens; 0 for rows that take no part.
+
+        Rows are served by priority, smaller `order` first; in row order if None.
 
         For every row that is served, positions from its committed length up to `lengths[r]` have memory and are its own
         to write.  In a steady decode that was done ahead, and nothing is left to do here.
@@ -172,7 +188,7 @@ class VirtualSpace:
             with self._lock:
                 short = asked & (lengths > self._rows.resident)
                 if short.any():
-                    status |= self._rows.grow(np.where(asked, lengths, 0), urgent=True)
+                    status |= self._rows.grow(np.where(asked, lengths, 0), order, urgent=True)
             self._rows.counters.stalls += 1
         served = asked & (status == Status.OK)
         self._granted = np.where(served, lengths, self._rows.length)
@@ -184,12 +200,10 @@ class VirtualSpace:
 
     def cache(self) -> VirtualCache:
         """What a jitted step takes: the memory, and what `step` granted.  Donate nothing of it."""
-        length, reserved, resident, generation = jax.device_put(
-            [
-                each.astype(np.int32)
-                for each in (self._rows.length, self._rows.length, self._rows.resident, self._rows.range.generation)
-            ]
-        )
+        # Not what the background thread maps meanwhile: only what was granted can be committed.
+        resident = np.minimum(self._rows.resident, self._granted)
+        of_rows = (self._rows.length, self._rows.length, resident, self._rows.range.generation)
+        length, reserved, resident, generation = jax.device_put([each.astype(np.int32) for each in of_rows])
         return VirtualCache(
             length=length,
             reserved=reserved,
