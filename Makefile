@@ -65,6 +65,7 @@ aot-gpu: $(COMPILERS)/cuda/.installed
 	PYTHONPATH=$(COMPILERS)/cuda $(BIN)/python -m tests.compile.bytes gpu
 	PYTHONPATH=$(COMPILERS)/cuda $(BIN)/python -m tests.compile.in_place gpu
 	PYTHONPATH=$(COMPILERS)/cuda $(BIN)/python -m tests.compile.layouts gpu
+	PYTHONPATH=$(COMPILERS)/cuda $(BIN)/python -m tests.compile.virtual_gpu
 
 report: $(COMPILERS)/tpu/.installed $(COMPILERS)/cuda/.installed
 	$(BIN)/python -m tests.compile.static_cost --compilers $(COMPILERS) --json out/static_cost.json

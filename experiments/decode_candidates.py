@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.decode_cases import UNUSED_PAGE, Batch, Heads, Paging, made_up, permuted
-from kvjax.attention.paged import Backend
 from pallas_kernels.arguments import Attention, Tiles
 from pallas_kernels.hardware import TpuFacts
 
@@ -163,7 +162,7 @@ def _safe_table(paging: Paging) -> jax.Array:
     return jnp.array(np.where(paging.table == UNUSED_PAGE, 0, paging.table))
 
 
-def candidates(platform: str, backend: Backend) -> Iterator[Candidate]:
+def candidates(platform: str, backend: Any) -> Iterator[Candidate]:
     """Who can be measured on an accelerator, this package first."""
     if platform == "tpu":
         from pallas_kernels.tpu import paged_attention as on_tpu

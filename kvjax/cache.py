@@ -236,11 +236,11 @@ def _(
 
 @write.register
 def _(cache: KVCache, layer: Layer, grant: Grant, **tensors: Array) -> KVCache:
-    index, within = _locate(cache, layer)
+    index, within = locate(cache.spec, layer)
     table, spec, layout = cache.table, cache.spec.groups[index], cache.layouts[index]
     group = table.groups[index]
     arrays = {name: jnp.asarray(tensor) for name, tensor in tensors.items()}
-    _check_grant(cache.rows, grant)
+    check_grant(cache.rows, grant)
     check_tensors(spec.name, {t.name: (grant.packed, t.heads, t.width) for t in spec.tensors}, arrays)
     # Only reserved positions past the length are the row's own: a grant kept from before a release writes nothing.
     length, reserved = (
@@ -276,9 +276,9 @@ def _(
     sinks: Float32[Array, " q_heads"] | None,
     scales: Scales | None,
 ) -> Float[Array, "packed q_heads value_dim"]:
-    index, within = _locate(cache, layer)
+    index, within = locate(cache.spec, layer)
     group, layout = cache.table.groups[index], cache.layouts[index].pools[0]
-    _check_grant(cache.rows, grant)
+    check_grant(cache.rows, grant)
     _, value_dim = key_and_value_dims(layout)
     return paged_attention(
         q,
@@ -393,9 +393,9 @@ def _paged(cache: Any) -> KVCache:
     return cache
 
 
-def _locate(cache: KVCache, layer: Layer) -> tuple[int, int | Array]:
+def locate(spec: CacheSpec, layer: Layer) -> tuple[int, int | Array]:
     """(group index, layer within the group); the latter may be traced."""
-    groups = cache.spec.groups
+    groups = spec.groups
     if isinstance(layer, tuple):
         names = [group.name for group in groups]
         if len(layer) != 2 or layer[0] not in names:
@@ -406,7 +406,7 @@ def _locate(cache: KVCache, layer: Layer) -> tuple[int, int | Array]:
             raise ValueError("with several groups a traced layer must be given as (group name, index within the group)")
         index = 0
     else:
-        index, within = cache.spec.locate(within)
+        index, within = spec.locate(within)
     if isinstance(within, int) and not 0 <= within < len(groups[index].layers):
         raise ValueError(f"{layer=}: group {groups[index].name!r} has layers 0…{len(groups[index].layers) - 1}")
     return index, within
@@ -450,7 +450,8 @@ def check_sinks(sinks: Any, q: Array) -> Float32[Array, " q_heads"] | None:
     return sinks.astype(jnp.float32)
 
 
-def _check_grant(rows: int, grant: Grant) -> None:
+def check_grant(rows: int, grant: Grant) -> None:
+    """ValueError unless the grant is of so many rows."""
     if grant.rows != rows:
         raise ValueError(
             f"the grant is of {grant.rows} rows and the cache has {rows}; pass the grant of its own reserve"

@@ -119,7 +119,8 @@ def test_flags_of_the_cache_change_no_token_and_flags_of_sampling_do(run, tiny, 
         return [json.loads(line)["token_ids"] for line in out]
 
     roomy = ("--num-pages", 8)
-    assert tokens(*roomy) == tokens("--cache", "contiguous") == tokens("--num-pages", 4, "--page-size", 4)
+    assert tokens(*roomy) == tokens("--cache", "contiguous") == tokens("--cache", "virtual")
+    assert tokens(*roomy) == tokens("--num-pages", 4, "--page-size", 4)
     assert tokens(*roomy) != tokens(*roomy, "--seed", 1) and tokens(*roomy) != tokens(*roomy, "--top-k", 1)
 
 
@@ -298,6 +299,16 @@ def test_a_request_that_failed_is_no_difference_between_runs():
 def demo(run, tmp_path, *flags):
     status, out, err = run("demo", "--png", tmp_path / "a" / "map.png", "--json", tmp_path / "figures.json", *flags)
     return status, out, err, json.loads((tmp_path / "figures.json").read_text())
+
+
+def test_the_demo_on_virtual_memory_gives_the_same_tokens(run, tiny, tmp_path):
+    status, out, _, report = demo(run, tmp_path, "--cache", "virtual")
+    assert status == 0 and any(
+        line.startswith("equal: ") and "virtual cache are those of the paged" in line for line in out
+    )
+    figures = report["runs"]["virtual"]
+    assert figures["finished"] == {"cancelled": 3, "length": 13}
+    assert figures["preemptions"] > 0 and figures["copies_on_write"] > 0
 
 
 def test_the_demo_shows_pages_at_work(run, tiny, tmp_path):

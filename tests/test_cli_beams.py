@@ -56,6 +56,7 @@ def test_json_lines_hold_the_oracles_sequences_and_a_tight_pool_only_delays(tmp_
         (["--samples", "2"], "--samples"),
         (["--num-beams", "1", "--length-penalty", "2"], "--length-penalty needs --num-beams"),
         (["--cache", "contiguous"], "--cache contiguous"),
+        (["--cache", "virtual"], "--cache virtual"),
         (["--num-return-sequences", "5"], "num_return_sequences=5"),
         (["--length-penalty", "1e9"], "length_penalty=1000000000.0"),
         (["--num-beams", "200"], "200 beams"),

@@ -62,6 +62,8 @@ REFUSED = {
     "drafts of beams": (("--draft", "lookup", "--num-beams", "2"), "--draft does not go with --num-beams"),
     "no such draft model": (("--draft", "nowhere"), "--draft nowhere: does not exist"),
     "swapping without pages": (("--swap", "1", "--cache", "contiguous"), "this cache has none"),
+    "swapping virtual memory": (("--swap", "1", "--cache", "virtual"), "this cache has none"),
+    "a draft model on virtual memory": (("--draft", LLAMA, "--cache", "virtual"), "needs PagedBacking"),
     "a draft model without pages": (("--draft", LLAMA, "--cache", "contiguous"), "use kvjax.init"),
 }
 

@@ -63,9 +63,7 @@ def tiled_attention(
         base = jnp.where(jnp.isneginf(new_highest), 0, new_highest)
         weight = jnp.exp(logits - base[..., None])
         decay = jnp.exp(highest - base)
-        # A weight of zero does not undo a NaN.
-        touched = within_block(*per_tile, index, block, attention.kept)
-        v = jnp.where(touched[:, None, :, None], v, 0)
+        v = seen_values(v, within_block(*per_tile, index, block, attention.kept))
         out = out * decay[..., None] + _product("nkqb,nkbd->nkqd", weight.astype(v.dtype), v)
         return new_highest, total * decay + weight.sum(-1), out
 
@@ -105,6 +103,13 @@ def within_block(
     offset = jnp.arange(block, dtype=jnp.int32)
     begin = index * block
     return (offset < (end - begin)[..., None]) & ((offset >= (start - begin)[..., None]) | (offset < kept - begin))
+
+
+def seen_values(
+    v: Float[Array, "tiles kv_heads block value_dim"], seen: Bool[Array, "tiles block"]
+) -> Float[Array, "tiles kv_heads block value_dim"]:
+    """Values with zeros where no query of the tile sees them: a weight of zero does not undo a NaN."""
+    return jnp.where(seen[:, None, :, None], v, 0)
 
 
 def _product(equation: str, left: Array, right: Array) -> Array:

@@ -100,7 +100,7 @@ def run(options: argparse.Namespace, loaded: LoadedModel, prompts: Sequence[Prom
 def _search_options(options: argparse.Namespace, loaded: LoadedModel) -> BeamOptions:
     _refuse(options, OF_SAMPLING, "does not go with --num-beams: beam search samples nothing")
     if options.cache != "paged":
-        raise CommandError("--num-beams needs pages to share; leave out --cache contiguous")
+        raise CommandError(f"--num-beams needs a paged cache; leave out --cache {options.cache}")
     _refuse(options, {"draft": None, "swap": 0}, "does not go with --num-beams: its beams neither draft nor give way")
     try:
         return BeamOptions(

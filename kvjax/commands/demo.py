@@ -43,6 +43,7 @@ examples:
   kvjax demo
   kvjax demo --num-pages 400           room for everybody: nobody is preempted
   kvjax demo --page-size 64 --burst 4  other pages and bursts, the same tokens
+  kvjax demo --cache virtual           contiguous addresses, memory mapped as it is needed
   kvjax demo --model ./my-chat-model"""
 
 POOL_SHARE = 0.42
@@ -75,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
     loaded = load_model(options.model)
     prompts = _tokenise(options.model, loaded)
     page_map = PageMap() if paged_first else None
-    if paged_first and options.num_pages is None:
+    if options.cache != "contiguous" and options.num_pages is None:
         options = changed(options, num_pages=_tight_pool(options.page_size, prompts))
     served, metrics = _serve(options, loaded, prompts, cancelling=True, page_map=page_map)
     _print_answers(served)
@@ -133,7 +134,12 @@ def _serve(
 
     prefix = _common_prefix(prompts)
     options = changed(options, max_seqs=min(options.max_seqs, len(prompts)))
-    backing = choose_backing(options, needs=[*_needs(prompts), len(prefix)], max_context=loaded.model.max_context)
+    backing = choose_backing(
+        options,
+        spec=loaded.model.spec,
+        needs=[*_needs(prompts), len(prefix)],
+        max_context=loaded.model.max_context,
+    )
     engine = make_engine(options, loaded, backing, smallest_bucket=16, page_map=page_map)
     try:
         engine.add_prefix(prefix)

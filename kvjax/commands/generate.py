@@ -172,7 +172,8 @@ def _serve(options: argparse.Namespace, loaded: LoadedModel, prompts: Sequence[P
     # The samples of a prompt stand together, and are usable or not together.
     requests = [_request(options, loaded, prompts[index].ids or ()) for index in usable[:: options.samples]]
     needs = [len(request.prompt) + request.max_new_tokens for request in requests]
-    backing = choose_backing(options, needs=needs, max_context=loaded.model.max_context)
+    model = loaded.model
+    backing = choose_backing(options, spec=model.spec, needs=needs, max_context=model.max_context)
     engine = make_engine(options, loaded, backing, max_prefixes=0)
     try:
         numbers = [number for request in requests for number in engine.submit_samples(request, options.samples)]

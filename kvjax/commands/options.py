@@ -5,14 +5,27 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import jax
 
 from kvjax.commands.errors import CommandError
 from kvjax.commands.text import one_line
-from kvjax.engine import Backing, ContiguousBacking, DraftModel, Engine, Event, PagedBacking, PromptLookup, Result
+from kvjax.engine import (
+    Backing,
+    ContiguousBacking,
+    DraftModel,
+    Engine,
+    Event,
+    PagedBacking,
+    PromptLookup,
+    Result,
+    VirtualBacking,
+)
 from kvjax.engine.executables import power_of_two
+from kvjax.engine.sequence import pages_for
+from kvjax.spec import CacheSpec
 
 if TYPE_CHECKING:
     from kvjax.models import LoadedModel
@@ -72,9 +85,10 @@ def add_cache_flags(parser: argparse.ArgumentParser, *, num_pages_default: str, 
     group = parser.add_argument_group("cache and batching (these change speed and memory, never a token)")
     group.add_argument(
         "--cache",
-        choices=("paged", "contiguous"),
+        choices=("paged", "virtual", "contiguous"),
         default="paged",
-        help="pages on demand, or one fixed span a request (default: paged)",
+        help="pages on demand, contiguous addresses with memory on demand (Linux, CPU), or one fixed span a request "
+        "(default: paged)",
     )
     group.add_argument(
         "--num-pages", type=whole_number(1, 2**31 - 1), metavar="N", help=f"pages in the pool ({num_pages_default})"
@@ -84,7 +98,7 @@ def add_cache_flags(parser: argparse.ArgumentParser, *, num_pages_default: str, 
         type=whole_number(1, 2**20),
         default=16,
         metavar="P",
-        help="token positions a page (default: %(default)s)",
+        help="token positions a page; with --cache virtual at least so many (default: %(default)s)",
     )
     group.add_argument(
         "--max-seqs",
@@ -147,11 +161,12 @@ def load_model(name: str, flag: str = "--model") -> LoadedModel:
         raise CommandError(f"{flag} {name}: there is no room for it: {one_line(error)}") from error
 
 
-def choose_backing(options: argparse.Namespace, *, needs: Sequence[int], max_context: int) -> Backing:
+def choose_backing(options: argparse.Namespace, *, spec: CacheSpec, needs: Sequence[int], max_context: int) -> Backing:
     """The cache that the flags ask for.
 
     Args:
       options: parsed `add_cache_flags`.
+      spec: of the model.
       needs: the most tokens each request can come to hold.
       max_context: of the model.
 
@@ -163,10 +178,19 @@ def choose_backing(options: argparse.Namespace, *, needs: Sequence[int], max_con
         if options.num_pages is not None:
             raise CommandError("--num-pages sizes the pool of a paged cache; leave it out with --cache contiguous")
         return ContiguousBacking(rows=options.max_seqs, max_context=context)
-    together = sorted(needs, reverse=True)[: options.max_seqs]
-    enough = sum(-(-min(need, context) // options.page_size) for need in together)
     width = min(max_context, power_of_two(context))  # of few sizes: a compiled step is for one
-    return PagedBacking(options.num_pages or max(1, enough), options.page_size, width)
+    together = [min(need, context) for need in sorted(needs, reverse=True)[: options.max_seqs]]
+    if options.cache == "paged":
+        enough = sum(pages_for(need, options.page_size) for need in together)
+        return PagedBacking(options.num_pages or max(1, enough), options.page_size, width)
+    # What a burst may take is mapped before it begins, and what the next may take while it runs.
+    burst = options.burst * (1 if options.draft is None else options.draft_tokens + 1)
+    virtual = VirtualBacking(spec, 1, width, options.page_size * spec.bytes_per_token, lookahead=burst)
+    try:
+        enough = sum(pages_for(min(need + burst, width), virtual.page_size) for need in together)
+    except NotImplementedError as error:
+        raise CommandError(f"--cache virtual: {one_line(error)}") from error
+    return replace(virtual, num_pages=options.num_pages or max(1, enough))
 
 
 def make_engine(options: argparse.Namespace, loaded: LoadedModel, backing: Backing, **settings: Any) -> Engine:
@@ -192,7 +216,7 @@ def make_engine(options: argparse.Namespace, loaded: LoadedModel, backing: Backi
             decode=decode,
             **settings,
         )
-    except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
+    except (ValueError, NotImplementedError, OSError, jax.errors.JaxRuntimeError) as error:
         raise CommandError(f"the cache cannot be made: {one_line(error)}") from error
 
 

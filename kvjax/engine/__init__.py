@@ -7,6 +7,7 @@ from kvjax.engine.metrics import Distribution, Metrics, finite
 from kvjax.engine.pagemap import PageMap
 from kvjax.engine.request import Event, FinishReason, Request, Result
 from kvjax.engine.speculation import Drafter, DraftModel, NoDrafts, PromptLookup
+from kvjax.engine.virtual import VirtualBacking
 
 __all__ = [
     "Backing",
@@ -29,5 +30,6 @@ __all__ = [
     "PromptLookup",
     "Request",
     "Result",
+    "VirtualBacking",
     "finite",
 ]

@@ -1,7 +1,7 @@
-"""The two caches an engine can stand on, and the little in which they differ.
+"""The caches an engine can stand on, and the little in which they differ; `virtual` has a third.
 
 A contiguous cache is seen as a paged one whose page is as long as a whole context: a row takes one page, all at once.
-So admission, preemption and fragmentation are one arithmetic for both.
+So admission, preemption and fragmentation are one arithmetic for all.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ class Backing(Protocol):
       num_pages, page_size: of the pool.
       max_context: positions a row may hold.
       shares_pages: rows can share a prefix.
+      has_page_table: the cache is a `kvjax.KVCache`, whose pages can be mirrored, drawn and swapped.
     """
 
     @property
@@ -38,6 +39,9 @@ class Backing(Protocol):
 
     @property
     def shares_pages(self) -> bool: ...
+
+    @property
+    def has_page_table(self) -> bool: ...
 
     def init(self, spec: CacheSpec, rows: int) -> Any:
         """An empty cache."""
@@ -67,6 +71,7 @@ class PagedBacking:
     page_size: int
     max_context: int
     shares_pages: bool = True
+    has_page_table: bool = True
 
     def init(self, spec: CacheSpec, rows: int) -> Any:
         return kvjax.init(
@@ -90,6 +95,7 @@ class ContiguousBacking:
     rows: int
     max_context: int
     shares_pages: bool = False
+    has_page_table: bool = False
 
     @property
     def num_pages(self) -> int:

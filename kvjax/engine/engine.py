@@ -85,7 +85,7 @@ class Engine:
         chunk, burst = static_size("chunk", chunk), static_size("burst", burst)
         smallest_bucket = static_size("smallest_bucket", smallest_bucket)
         max_prefixes = static_size("max_prefixes", max_prefixes, least=0)
-        if (mirror or page_map is not None) and not backing.shares_pages:
+        if (mirror or page_map is not None) and not backing.has_page_table:
             raise ValueError("a mirror or page map shows the pages of a paged cache; this one has none")
         drafter = NoDrafts() if drafter is None else drafter
         if isinstance(drafter, type) or not hasattr(drafter, "serve_with"):
@@ -256,8 +256,8 @@ class Engine:
             return None
         if preemption != "swap":
             raise ValueError(f"{preemption=} must be 'recompute' or 'swap'")
-        if not self._backing.shares_pages:
-            raise ValueError("preemption='swap' moves pages; this cache has none, and nobody in it gives way")
+        if not self._backing.has_page_table:
+            raise ValueError("preemption='swap' moves pages through a page table on the device; this cache has none")
         if host_bytes is None:
             raise ValueError("preemption='swap' needs host_bytes, the host memory that swapped pages may take")
         return Swap(self._runner, page_size=self._backing.page_size, limit=static_size("host_bytes", host_bytes))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, singledispatch
 from typing import Any
 
 import jax
@@ -42,6 +42,7 @@ class Executables:
         self._clock = clock
         self._mirror = mirror
         self._parameters = model.parameters
+        self._drafter = drafter
         self._functions: dict[str, Callable] = {
             "mixed": partial(steps.mixed_step, model, backing),
             "burst": partial(burst.decode_burst, model, backing, drafter, burst_steps, stream),
@@ -94,14 +95,22 @@ class Executables:
         executable = self._executables.get((name, bucket))
         if executable is None:
             started = self._clock()
-            function = jax.jit(partial(self._functions[name], *static), donate_argnames="cache")
-            executable = function.lower(*arguments).compile()
+            executable = self._compile(partial(self._functions[name], *static), arguments)
             self._executables[name, bucket] = executable
             self.compile_seconds += self._clock() - started
         result = executable(*arguments)
         if self._mirror is not None:
             self._mirror.follow(name, static, self._functions[name], arguments, result)
         return result
+
+    def _compile(self, function: Callable, arguments: tuple[Any, ...]) -> Callable:
+        return jax.jit(function, donate_argnames="cache").lower(*arguments).compile()
+
+
+@singledispatch
+def executables_of(backing: Backing) -> type[Executables]:
+    """The kind of `Executables` that runs on a backing's cache."""
+    return Executables
 
 
 def power_of_two(number: int) -> int:

@@ -12,7 +12,7 @@ import numpy as np
 from kvjax.engine.backing import Backing
 from kvjax.engine.batch import make_decode, make_feed, make_slots
 from kvjax.engine.burst import Stream
-from kvjax.engine.executables import Executables, power_of_two
+from kvjax.engine.executables import executables_of, power_of_two
 from kvjax.engine.mirror import Mirror
 from kvjax.engine.scheduler import Share
 from kvjax.engine.sequence import Generation, Sequence, pages_for
@@ -27,7 +27,7 @@ class Runner:
 
     Attributes:
       rows: of the cache.
-      cache: the cache; replaced by every call, the old one is donated.
+      cache: the cache, or the virtual space; replaced by every call, a cache on the device is donated.
       free: pages that can be taken now.
       mirror: the page table on the host, if that is wanted; else None.
       bursting: the generations of the burst that runs now, in the order of its slots.
@@ -56,7 +56,7 @@ class Runner:
         self._seen = drafter.seen
         self.bursting: tuple[Generation, ...] = ()
         self.mirror = Mirror(backing, model.spec, rows=rows, drafts=drafter.tokens) if mirrored else None
-        self.executables = Executables(
+        self.executables = executables_of(backing)(
             model, backing, drafter, burst_steps=burst, stream=stream, mirror=self.mirror, clock=clock
         )
         self.cache: Any = backing.init(model.spec, rows)

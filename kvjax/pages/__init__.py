@@ -5,7 +5,7 @@ from kvjax.pages.grow import Info, PageCopy, ReserveInfo, commit, pages_needed, 
 from kvjax.pages.invariants import check_invariants
 from kvjax.pages.pins import PinInfo, pin, unpin
 from kvjax.pages.share import adopt, fork, reorder
-from kvjax.pages.shrink import release, truncate
+from kvjax.pages.shrink import release, rewind, truncate
 from kvjax.pages.status import Fault, PageTableError, Status, raise_for_faults, raise_for_status
 from kvjax.pages.table import GroupPages, GroupShape, PageTable, make_page_table
 
@@ -34,6 +34,7 @@ __all__ = [
     "release",
     "reorder",
     "reserve",
+    "rewind",
     "truncate",
     "unpin",
 ]

@@ -33,6 +33,8 @@ class Status(IntEnum):
     """A page that nobody holds, or an epoch that is not open to completion."""
     FRAGMENTED = 10
     """The row's pages would lie in more runs than its list holds; of extents only."""
+    SHARED = 11
+    """Pages past the new length have other holders, so the row may not keep them to write."""
 
 
 class Fault(IntFlag):
@@ -92,4 +94,5 @@ _REPAIR = {
     Status.EMPTY: "A row without tokens can be neither released nor forked.",
     Status.STALE: "Pin pages for as long as their ids are kept.",
     Status.FRAGMENTED: "Compact the extents, or build them with a larger max_runs or span.",
+    Status.SHARED: "Truncate the row instead: that drops its pages.",
 }

@@ -192,28 +192,29 @@ def _call(
     if pool.dtype == q.dtype:
         key_lanes, value_lanes = math.gcd(key_dim, pool.shape[3]), math.gcd(value_dim, pool.shape[3])
     if exact:
-        query, memory = plgpu.SMEM((1, key_dim), q.dtype), CudaCore.scratch(consumers, value_dim)
+        query, own_scratch = plgpu.SMEM((1, key_dim), q.dtype), CudaCore.scratch(consumers, value_dim)
     else:
         query = tiled((TILE, key_dim), q.dtype, key_lanes)
-        memory = TensorCore.scratch(consumers, key_dim, value_dim, value_lanes, q.dtype, pool.dtype != q.dtype)
+        own_scratch = TensorCore.scratch(consumers, key_dim, value_dim, value_lanes, q.dtype, pool.dtype != q.dtype)
     ring = partial(Ring.scratch, buffers, dtype=pool.dtype, page_size=page_size)
 
     def kernel(*refs):
         inputs, outputs, scratch = refs[: len(flat)], refs[len(flat) : len(flat) + 2], refs[len(flat) + 2 :]
-        own: Any
         keys, values, query, own, ends, query_arrived, query_released = jax.tree.unflatten(scratch_tree, scratch)
         arrays, scalars, schedule = jax.tree.unflatten(tree, inputs)
         out, log = outputs
+        worker = Worker(*schedule, lax.axis_index("worker"), query_lines.items)  # type: ignore[call-arg]
+        memory = CudaCore(*own) if exact else TensorCore(*own, interpret is not None)  # type: ignore[call-arg]
         body = _Body(
             arrays,
             scalars,
-            Worker(*schedule, index=lax.axis_index("worker"), items_per_tile=query_lines.items),
+            worker,
             out,
             log,
             Ring(*keys),
             Ring(*values),
             query,
-            CudaCore(*own) if exact else TensorCore(*own, interpreted=interpret is not None),
+            memory,
             ends,
             query_arrived,
             query_released,
@@ -243,7 +244,7 @@ def _call(
             ring(dim=key_dim, lanes=key_lanes, has_scales=per_token[0]),
             ring(dim=value_dim, lanes=value_lanes, has_scales=per_token[1]),
             query,
-            memory,
+            own_scratch,
             plgpu.SMEM((TILE,), jnp.int32),
             plgpu.Barrier(num_arrivals=1 if exact else 2),
             plgpu.Barrier(num_arrivals=consumers),

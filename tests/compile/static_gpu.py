@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from pallas_kernels.gpu.paged_attention import paged_attention
 
 from pallas_kernels.arguments import Attention
+from pallas_kernels.gpu.paged_attention import paged_attention
 from pallas_kernels.hardware import GPUS, KIB, MIB, GpuFacts
 from tests.compile.decode_case import CASES, DecodeCase, decode_arguments
 from tests.compile.gpu_bound import bound, thread_blocks

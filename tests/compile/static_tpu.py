@@ -21,10 +21,10 @@ import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.tpu import paged_attention as jax_paged_attention
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
-from pallas_kernels.tpu.paged_attention import paged_attention
 
 from pallas_kernels.arguments import Attention
 from pallas_kernels.hardware import TPUS, TpuFacts
+from pallas_kernels.tpu.paged_attention import paged_attention
 from tests.compile.decode_case import CASES, MILLION, DecodeCase, decode_arguments
 from tests.compile.tpu_target import abstract_mesh, compile_for
 

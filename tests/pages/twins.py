@@ -22,7 +22,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax.numpy as jnp
 
-import kvjax.attention.xla
+import kvjax.attention.tiled
 import kvjax.cache
 from kvjax import pages
 from kvjax.pages import Status, grow, holders, mapping, pins, plan, share, shrink
@@ -249,33 +249,33 @@ def served_past_a_refusal(real):
 
 
 def causal_mask_dropped(real):
-    """Every query sees every slot of the blocks that are read."""
+    """Every query sees what the last one of its tile sees."""
 
-    def tiles(grant, size):
-        made = real(grant, size)
-        return replace(made, visible=jnp.where(made.visible > 0, 1 << 30, 0))
+    def seen(*arguments):
+        start, end = real(*arguments)
+        return start, jnp.where(end > 0, end.max(axis=1, keepdims=True), 0)
 
-    return tiles
+    return seen
 
 
 def mask_one_position_late(real):
     """A query sees one position more than there is."""
 
-    def tiles(grant, size):
-        made = real(grant, size)
-        return replace(made, visible=made.visible + (made.visible > 0), context=made.context + (made.context > 0))
+    def seen(*arguments):
+        start, end = real(*arguments)
+        return start, end + (end > 0)
 
-    return tiles
+    return seen
 
 
 def value_mask_dropped(real):
     """Weights past the context are zero, and 0 × NaN is NaN."""
-    return lambda v, written: v
+    return lambda v, seen: v
 
 
 _SHRINKING = ((mapping, "change_holders"),), ("truncate", "release")
 _SHARING = ((share, "change_holders"),), ("fork", "reorder", "adopt")
-_ATTENTION = kvjax.attention.xla
+_ATTENTION = kvjax.attention.tiled
 
 TWINS = (
     Twin(1, refcount_clamped, *_SHRINKING),
@@ -298,9 +298,9 @@ TWINS = (
     Twin(5, commit_past_what_was_reserved, ((pages, "commit"),), ("commit",)),
     Twin(5, pages_dropped_but_not_length, ((shrink, "_shrink"),), ("truncate", "release")),
     Twin(5, served_past_a_refusal, ((plan, "_group_need"),), ("reserve", "pages_needed")),
-    Twin(6, causal_mask_dropped, ((_ATTENTION, "make_tiles"),), ("attend",), bytes=True),
-    Twin(6, mask_one_position_late, ((_ATTENTION, "make_tiles"),), ("attend",), bytes=True),
-    Twin(6, value_mask_dropped, ((_ATTENTION, "written_values"),), ("attend",), bytes=True),
+    Twin(6, causal_mask_dropped, ((_ATTENTION, "seen"),), ("attend",), bytes=True),
+    Twin(6, mask_one_position_late, ((_ATTENTION, "seen"),), ("attend",), bytes=True),
+    Twin(6, value_mask_dropped, ((_ATTENTION, "seen_values"),), ("attend",), bytes=True),
 )
 
 

@@ -1,0 +1,197 @@
+"""The cache that a jitted step sees: a virtual space's memory as one array, and what is resident in it.
+
+It takes the calls of any kvjax cache (`reserve`, `write`, `attend`, `commit`), so that the same model runs on it.  A
+`reserve` here grants what `VirtualSpace.step` made resident and maps nothing itself; within that, a burst of several
+tokens traces as it does elsewhere.
+
+Memory that we mapped cannot be donated, so `write` stores through the addresses and the array is never rebuilt.  To
+the compiler the array is a constant input.  What keeps a read after the stores is `order`: `write` returns a new one
+once it has stored, 0 at run time but unknown to the compiler, and `attend` adds it to the addresses it reads from.
+Return the cache, or its `order`, from a jitted step: on a GPU stores whose `order` nobody uses are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped
+
+from kvjax import cache as paged
+from kvjax.attention.paged import key_and_value_dims
+from kvjax.attention.tiled import tiled_attention
+from kvjax.attention.tiles import make_tiling, tile_size
+from kvjax.attention.xla import BLOCK_TOKENS
+from kvjax.grant import Grant, make_grant
+from kvjax.inputs import row_integers, row_mask, static_size
+from kvjax.pages.status import Status
+from kvjax.virtual.span import PoolPlace, SpanLayout
+from kvjax.virtual.substrate import Store
+from pallas_kernels.arguments import Attention, Scales
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True)
+class VirtualCache:
+    """A virtual space during one step.
+
+    Attributes:
+      length: committed tokens a row.
+      reserved: end of the positions a row may write now.
+      resident: end of the positions that have memory.
+      generation: of each row's request; stores for an earlier one are dropped.
+      handle: which range `store` is to store to.
+      order: 0, once all stores so far are done.
+      memory: the whole reservation, an array a dtype, all at the same address.
+      layout: where everything stands in it.
+      reads_unmapped: reading past what is resident is harmless, if it is in the same block.
+      store: how to store through the mapping.
+    """
+
+    length: Int32[Array, " rows"]
+    reserved: Int32[Array, " rows"]
+    resident: Int32[Array, " rows"]
+    generation: Int32[Array, " rows"]
+    handle: Int32[Array, ""]
+    order: Int32[Array, ""]
+    memory: dict[str, Shaped[Array, "rows span_tokens record"]]
+    layout: SpanLayout = field(metadata={"static": True})
+    reads_unmapped: bool = field(metadata={"static": True})
+    store: Store = field(metadata={"static": True})
+
+    @property
+    def rows(self) -> int:
+        return self.length.shape[0]
+
+
+@paged.reserve.register
+def _(
+    cache: VirtualCache, tokens: Int32[Array, " rows"], *, max_tokens: int, order: Int32[Array, " rows"] | None = None
+) -> tuple[VirtualCache, Grant]:
+    del order  # What is resident belongs to its row; rows cannot take it from one another.
+    max_tokens = static_size("max_tokens", max_tokens)
+    tokens = row_integers("tokens", tokens, cache.rows)
+    full = tokens > cache.layout.max_context - cache.length
+    absent = tokens > cache.resident - cache.length
+    malformed = (tokens < 0) | (tokens > max_tokens)
+    counted = jnp.where(full | absent | malformed, 0, tokens)
+    over = malformed | ((jnp.cumsum(counted) > max_tokens) & (tokens > 0))
+    status = jnp.where(over, Status.OVER_BOUND, Status.OK)
+    status = jnp.where(absent & ~malformed, Status.NOT_RESERVED, status)
+    status = jnp.where(full, Status.TABLE_FULL, status).astype(jnp.int32)
+    granted = jnp.where(status == Status.OK, tokens, 0)
+    reserved = jnp.maximum(cache.reserved, cache.length + granted)
+    return replace(cache, reserved=reserved), make_grant(granted, status, cache.length, max_tokens)
+
+
+@paged.write.register
+def _(cache: VirtualCache, layer: paged.Layer, grant: Grant, **tensors: Array) -> VirtualCache:
+    index, within = paged.locate(cache.layout.spec, layer)
+    group = cache.layout.spec.groups[index]
+    arrays = {name: jnp.asarray(tensor) for name, tensor in tensors.items()}
+    paged.check_grant(cache.rows, grant)
+    paged.check_tensors(group.name, {t.name: (grant.packed, t.heads, t.width) for t in group.tensors}, arrays)
+    length, reserved, generation = (
+        of_row.at[grant.row].get(mode="fill", fill_value=0)
+        for of_row in (cache.length, cache.reserved, cache.generation)
+    )
+    writable = (grant.position >= length) & (grant.position < reserved)
+    row = jnp.where(writable, grant.row, cache.rows)
+    order = cache.order
+    for place in cache.layout.places[index]:
+        lanes = jnp.concatenate([arrays[name] for name, _, _ in place.pool.slices], axis=-1)
+        values = lanes.astype(place.pool.dtype).reshape(grant.packed, -1)
+        order = cache.store(cache.handle, order, row, grant.position, generation, _start(place, within), values)
+    return replace(cache, order=order)
+
+
+@paged.attend_as.register
+def _(
+    cache: VirtualCache,
+    layer: paged.Layer,
+    grant: Grant,
+    q: Float[Array, "packed q_heads key_dim"],
+    attention: Callable[[int], Attention],
+    sinks: Float32[Array, " q_heads"] | None,
+    scales: Scales | None,
+) -> Float[Array, "packed q_heads value_dim"]:
+    index, within = paged.locate(cache.layout.spec, layer)
+    paged.check_grant(cache.rows, grant)
+    if scales is not None:
+        raise NotImplementedError("a virtual cache is not quantised; use kvjax.init, or leave scales out")
+    place = cache.layout.places[index][0]
+    pool, memory, start = place.pool, cache.memory[place.pool.dtype], _start(place, within)
+    key_dim, value_dim = key_and_value_dims(pool)
+    if q.shape[-1] != key_dim:
+        raise ValueError(f"q has head dimension {q.shape[-1]}, the cache's keys have {key_dim}")
+    elements = pool.heads * pool.lanes
+    longest = jnp.argmax(grant.context)
+
+    def fetch(rows: Int32[Array, " tiles"], index: Int32[Array, ""]) -> tuple[Array, Array]:
+        # Every address read has been written, or lies in the same block as one that has: padding reads the longest row,
+        # and a row shorter than that its own last block again.
+        context = grant.context.at[rows].get(mode="fill", fill_value=0)
+        rows, context = jnp.where(context > 0, rows, longest), jnp.where(context > 0, context, grant.context[longest])
+        first = jnp.minimum(index, (context - 1) // BLOCK_TOKENS) * BLOCK_TOKENS
+        if cache.reads_unmapped:
+            tokens = _slices(memory, rows, first + cache.order, start, (1, BLOCK_TOKENS, elements))
+        else:
+            token = jnp.minimum(first[:, None] + jnp.arange(BLOCK_TOKENS), context[:, None] - 1) + cache.order
+            tokens = _slices(memory, jnp.repeat(rows, BLOCK_TOKENS), token.reshape(-1), start, (1, 1, elements))
+        block = jnp.moveaxis(tokens.reshape(len(rows), BLOCK_TOKENS, pool.heads, pool.lanes), 2, 1)
+        return block[..., :key_dim], block[..., key_dim : key_dim + value_dim]
+
+    tiling = make_tiling(grant, tile_size(grant.packed, grant.rows))
+    out = tiled_attention(
+        tiling.split(q),
+        tiling.tiles,
+        fetch,
+        block=BLOCK_TOKENS,
+        kv_heads=pool.heads,
+        attention=attention(value_dim),
+        sinks=sinks,
+    )
+    return tiling.join(out)
+
+
+@paged.commit.register
+def _(cache: VirtualCache, tokens: Int32[Array, " rows"]) -> VirtualCache:
+    tokens = row_integers("tokens", tokens, cache.rows)
+    valid = (tokens >= 0) & (tokens <= cache.reserved - cache.length)
+    return replace(cache, length=cache.length + jnp.where(valid, tokens, 0))
+
+
+def _slices(
+    memory: Shaped[Array, "rows span_tokens record"],
+    rows: Int32[Array, " n"],
+    tokens: Int32[Array, " n"],
+    start: Int32[Array, ""],
+    size: tuple[int, int, int],
+) -> Shaped[Array, "n block elements"]:
+    """A slice of `size` a row, from each row's token and element `start` on."""
+    return jax.vmap(lambda row, token: lax.dynamic_slice(memory, (row, token, start), size)[0])(rows, tokens)
+
+
+@paged.truncate.register
+def _(
+    cache: VirtualCache, length: Int32[Array, " rows"], *, max_pages: int, rows: Bool[Array, " rows"] | None = None
+) -> tuple[VirtualCache, Int32[Array, " rows"]]:
+    del max_pages  # Nothing is unmapped within a step: positions past a length are written again.
+    chosen = jnp.ones(cache.rows, bool) if rows is None else row_mask("rows", rows, cache.rows)
+    length = row_integers("length", length, cache.rows)
+    valid = (length >= 0) & (length <= cache.length)
+    acts = chosen & valid
+    status = jnp.where(chosen & ~valid, Status.NOT_RESERVED, Status.OK).astype(jnp.int32)
+    cache = replace(
+        cache, length=jnp.where(acts, length, cache.length), reserved=jnp.where(acts, length, cache.reserved)
+    )
+    return cache, status
+
+
+def _start(place: PoolPlace, within: int | Int32[Array, ""]) -> Int32[Array, ""]:
+    """The element of a token's record at which a layer of a group begins."""
+    first, stride = place.elements()
+    return jnp.asarray(first + within * stride, jnp.int32)
