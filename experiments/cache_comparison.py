@@ -47,15 +47,15 @@ def print_steps(records: Sequence[dict[str, Any]]) -> None:
 def print_traces(records: Sequence[dict[str, Any]]) -> None:
     print(
         f"\n{'trace':32s} {'page-group':>20} {'wasted: virtual':>15} {'paged':>6} {'contig.':>7} "
-        f"{'calls/1k tokens':>15} {'µs/call':>8} {'ahead':>6} {'reused':>7}"
+        f"{'mapped/used':>11} {'calls/1k tokens':>15} {'µs/call':>8} {'ahead':>6} {'reused':>7}"
     )
     for one in records:
         wasted = one["fragmentation"]
         group = f"{one['page_group_bytes'] >> 10} KiB, {one['page_group_tokens']} tok."
         print(
             f"{_title(one):32s} {group:>20} {wasted['virtual']:>15.1%} {wasted['paged']:>6.1%} "
-            f"{wasted['contiguous']:>7.1%} {one['calls_per_1000_tokens']:>15.2f} {one['microseconds_per_call']:>8.0f} "
-            f"{one['mapping_ahead']:>6.0%} {one['reused_pages']:>7}"
+            f"{wasted['contiguous']:>7.1%} {one['mapped_to_useful']:>11.2f} {one['calls_per_1000_tokens']:>15.2f} "
+            f"{one['microseconds_per_call']:>8.0f} {one['mapping_ahead']:>6.0%} {one['reused_pages']:>7}"
         )
 
 

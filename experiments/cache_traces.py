@@ -71,7 +71,7 @@ def follow(lengths: Lengths, *, page_group_bytes: int, shared: bool, turns: int)
     prefix = PREFIX_TOKENS if shared else 0
     live: dict[int, _Live] = {}
     holder = _fill_prefix(space, prefix) if shared else None
-    series: dict[str, list[float]] = {"useful": [], "virtual": [], "resident": [], "paged": [], "contiguous": []}
+    series: dict[str, list[float]] = {"useful": [], "virtual": [], "mapped": [], "paged": [], "contiguous": []}
     tokens = 0
     for _ in range(turns):
         for row, request in list(live.items()):
@@ -115,6 +115,7 @@ def follow(lengths: Lengths, *, page_group_bytes: int, shared: bool, turns: int)
         "copies": counters.copies,
         "reused_pages": counters.reused_pages,
         "fragmentation": {name: _fragmentation(series, name) for name in ("paged", "virtual", "contiguous")},
+        "mapped_to_useful": sum(series["mapped"]) / sum(series["useful"]),
         "series": series,
     }
 
@@ -137,8 +138,9 @@ def _record(series: dict[str, list[float]], space: VirtualSpace, lengths: list[i
     whole = prefix // PAGE_TOKENS
     pages = sum(-(-length // PAGE_TOKENS) - whole for length in lengths) + -(-prefix // PAGE_TOKENS)
     series["useful"].append(token * (sum(length - prefix for length in lengths) + prefix))
-    series["virtual"].append(figures.held_bytes)
-    series["resident"].append(figures.resident_bytes)
+    # What rows of earlier requests left mapped, and what is mapped ahead, is given up when somebody needs it.
+    series["virtual"].append(POOL_BYTES - space.available * space.layout.page_bytes)
+    series["mapped"].append(figures.held_bytes + figures.parked_bytes)
     series["paged"].append(token * PAGE_TOKENS * pages)
     series["contiguous"].append(token * CONTEXT * ROWS)
 

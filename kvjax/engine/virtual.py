@@ -128,7 +128,7 @@ class VirtualExecutables(Executables):
     ) -> tuple[VirtualSpace, Int32[np.ndarray, " rows"], int]:
         for row in np.flatnonzero(rows):
             cache.release(int(row))
-        return cache, np.full(len(rows), Status.OK, np.int32), _free(cache)
+        return cache, np.full(len(rows), Status.OK, np.int32), cache.available
 
     def fork(
         self, cache: VirtualSpace, parent: Int32[np.ndarray, " rows"], pages: int
@@ -155,7 +155,7 @@ class VirtualExecutables(Executables):
             # What is not resident could not be had: the host has tried.
             status=np.where(status == Status.NOT_RESERVED, Status.OUT_OF_PAGES, status),
             copies=space.figures().counters.copies - copies,
-            free=_free(space),
+            free=space.available,
         )
         return space, report
 
@@ -182,12 +182,6 @@ class VirtualExecutables(Executables):
 @executables_of.register
 def _(backing: VirtualBacking) -> type[VirtualExecutables]:
     return VirtualExecutables
-
-
-def _free(space: VirtualSpace) -> int:
-    """Page-groups that a step can have: those of parked rows are given up when they are needed."""
-    figures = space.figures()
-    return (figures.free_bytes + figures.parked_bytes) // space.layout.page_bytes
 
 
 def _names(spec: CacheSpec) -> str:

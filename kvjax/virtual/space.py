@@ -109,6 +109,16 @@ class VirtualSpace:
         """End of the positions of each row that have memory."""
         return self._rows.resident.copy()
 
+    @property
+    def available(self) -> int:
+        """Page-groups that a step can have: those without a holder, of parked rows, and of rows past what they hold."""
+        with self._lock:
+            owner, rows = self._rows.owner, self._rows
+            needed = -(-rows.length // self.layout.page_tokens)
+            surplus = np.sum((owner.end - needed)[rows.occupied & (owner.end > needed)])
+            parked = sum(len(parked.pages) for parked in rows.parked.values())
+            return owner.free + owner.limbo + parked + int(surplus)
+
     def admit(self, tokens: int, *, shared: int = 0, row: int | None = None) -> int | None:
         """A row for a new request of `tokens` tokens; None if all are in use.
 
