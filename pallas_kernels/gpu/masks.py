@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from pallas_kernels.arguments import Attention
-from pallas_kernels.gpu.layouts import MATRIX, PER_ROW, along_rows, lane_chunks
+from pallas_kernels.gpu.layouts import MATRIX, PER_COLUMN, PER_ROW, along_rows, lane_chunks
 from pallas_kernels.gpu.page_stream import Ref, Scalar
 from pallas_kernels.gpu.schedule import BLOCK
 
@@ -41,6 +41,11 @@ class Mask:
         """The same for one line, whose logits lie along rows."""
         position = block * BLOCK + plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=PER_ROW)
         return jnp.where(self._seen(position, self.ends, self.ends), x, unseen)
+
+    def of_columns(self, block: Scalar, x: Float32[Array, " tokens"]) -> Float32[Array, " tokens"]:
+        """Zero where no line sees the position, for numbers that lie along columns of logits."""
+        position = block * BLOCK + plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=PER_COLUMN)
+        return jnp.where(self._seen(position, self._first_end, self.context), x, 0)
 
     def of_values(self, block: Scalar, x: Float[Array, "tokens dim"]) -> Float[Array, "tokens dim"]:
         """Zero where no line sees the position: a weight of zero does not silence a NaN."""

@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32, Int32, Shaped
 
 from pallas_kernels.arguments import Attention, Scales, Tiles, check_arguments
-from pallas_kernels.gpu.block_rule import consumer_warpgroups, ring_buffers
+from pallas_kernels.gpu.block_rule import Blocks, choose_blocks
 from pallas_kernels.gpu.cuda_core import CudaCore
 from pallas_kernels.gpu.layouts import PER_ROW, tiled
 from pallas_kernels.gpu.masks import Mask
@@ -90,8 +90,7 @@ def paged_attention(
         raise ValueError(f"{most_units=} blocks for {q.shape=}, {pages.shape=}; split the tiles over several calls")
 
     scale_pools, key_scale, value_scale = _sort_scales(scales, kv_heads)
-    consumers = consumer_warpgroups(attention.value_dim)
-    buffers = ring_buffers(key_dim, attention.value_dim, q.dtype, pool.dtype, len(scale_pools), consumers, facts)
+    blocks = choose_blocks(key_dim, attention.value_dim, q.dtype, pool.dtype, len(scale_pools), facts)
     workers = workers or facts.multiprocessors
     schedule = make_schedule(tiles, attention, query_lines.items, workers)
     rows = jnp.minimum(tiles.row, pages.shape[0] - 1)  # read, though not used, for tiles without queries too
@@ -103,8 +102,7 @@ def paged_attention(
         query_lines=query_lines,
         attention=attention,
         pieces=items + workers,
-        consumers=consumers,
-        buffers=buffers,
+        blocks=blocks,
         per_token=(False, False) if scales is None else (scales.key.ndim == 2, scales.value.ndim == 2),
         interpret=interpret,
     )
@@ -178,13 +176,13 @@ def _call(
     query_lines: Lines,
     attention: Attention,
     pieces: int,
-    consumers: int,
-    buffers: int,
+    blocks: Blocks,
     per_token: tuple[bool, bool],
     interpret: plgpu.InterpretGPUParams | None,
 ) -> tuple[Float32[Array, "pieces consumers lines value_dim"], Float32[Array, "pieces consumers lines"]]:
-    """Launches a thread block for each worker: `consumers` warpgroups that compute, and one that copies."""
+    """Launches a thread block for each worker: warpgroups that compute, and one that copies."""
     q, _, pool, _, _ = arrays
+    consumers = blocks.consumers
     key_dim, page_size, exact = q.shape[-1], pool.shape[2], q.dtype == jnp.float32
     value_dim, lines = attention.value_dim, query_lines.count
     # Queries lie as keys do, and weights as values: in tiles that divide the rows of the pool too.
@@ -196,7 +194,7 @@ def _call(
     else:
         query = tiled((TILE, key_dim), q.dtype, key_lanes)
         own_scratch = TensorCore.scratch(consumers, key_dim, value_dim, value_lanes, q.dtype, pool.dtype != q.dtype)
-    ring = partial(Ring.scratch, buffers, dtype=pool.dtype, page_size=page_size)
+    ring = partial(Ring.scratch, blocks.buffers, dtype=pool.dtype, page_size=page_size)
 
     def kernel(*refs):
         inputs, outputs, scratch = refs[: len(flat)], refs[len(flat) : len(flat) + 2], refs[len(flat) + 2 :]

@@ -99,8 +99,8 @@ class TensorCore:
         value_block = values.slots.at[buffer]
         if values.scales:
             # Where nothing is seen the scale may be NaN, which a weight of zero does not silence.
-            scales = along_columns(plgpu.load(values.scales[0].at[buffer], layout=PER_COLUMN), weight)
-            weight = mask.of_logits(block, weight * scales, 0.0)
+            scales = mask.of_columns(block, plgpu.load(values.scales[0].at[buffer], layout=PER_COLUMN))
+            weight *= along_columns(scales, weight)
         if self.dequantised:
             value_block = self._dequantise(value_block, self.dequantised[1], (mask, block))
         else:

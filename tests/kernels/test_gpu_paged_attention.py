@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.arguments import Attention, Tiles
 from pallas_kernels.gpu import paged_attention as kernel
-from pallas_kernels.gpu.block_rule import ring_buffers
+from pallas_kernels.gpu.block_rule import Blocks, choose_blocks
 from pallas_kernels.gpu.masks import Mask
 from pallas_kernels.gpu.page_stream import PageStream, Ring
 from pallas_kernels.gpu.schedule import BLOCK, make_schedule
@@ -102,14 +102,14 @@ def test_a_missing_wait_for_copies_is_noticed(monkeypatch, case):
 @BOTH
 def test_a_missing_wait_for_room_is_noticed(monkeypatch, case):
     monkeypatch.setattr(Ring, "await_room", lambda self, turn: jax.lax.rem(turn, self.buffers))
-    monkeypatch.setattr(kernel, "ring_buffers", lambda *shape: 2)
+    monkeypatch.setattr(kernel, "choose_blocks", lambda *shape: Blocks(2, 2))
     # A barrier that completes twice before anyone has seen it once is an error of its own.
     with pytest.raises((RaceFoundError, AssertionError, jax.errors.JaxRuntimeError)):
         run(replace(case, lengths=(700,), tiles=((0, 1, 700),)), workers=1)
 
 
 def test_buffers_that_go_from_consumer_to_consumer_are_noticed(monkeypatch):
-    monkeypatch.setattr(kernel, "ring_buffers", lambda *shape: 3)
+    monkeypatch.setattr(kernel, "choose_blocks", lambda *shape: Blocks(2, 3))
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"all phases|no threads observed phase"):
         run(replace(BFLOAT16, lengths=(700,), tiles=((0, 1, 700),)), workers=1, detect_races=False)
 
@@ -227,22 +227,24 @@ def test_shares_are_equal_and_cover_everything_once(contexts, items, workers, wi
 
 
 @pytest.mark.parametrize(
-    ("dims", "dtype", "pool_dtype", "scale_rings", "consumers", "buffers"),
+    ("dims", "dtype", "pool_dtype", "scale_rings", "blocks"),
     [
-        ((128, 128), "bfloat16", "bfloat16", 0, 2, 4),
-        ((64, 64), "bfloat16", "bfloat16", 0, 2, 8),
-        ((256, 256), "float32", "float32", 0, 1, 1),
-        ((128, 128), "bfloat16", "int8", 2, 2, 4),
+        ((128, 128), "bfloat16", "bfloat16", 0, Blocks(2, 4)),
+        ((64, 64), "bfloat16", "bfloat16", 0, Blocks(2, 8)),
+        ((256, 256), "bfloat16", "bfloat16", 0, Blocks(1, 2)),
+        ((256, 256), "float32", "float32", 0, Blocks(1, 1)),
+        ((128, 128), "bfloat16", "int8", 2, Blocks(2, 4)),
+        ((256, 112), "bfloat16", "int8", 0, Blocks(1, 4)),
     ],
 )
-def test_rings_are_as_deep_as_memory_allows(dims, dtype, pool_dtype, scale_rings, consumers, buffers):
-    assert ring_buffers(*dims, dtype, pool_dtype, scale_rings, consumers, H100) == buffers
+def test_rings_are_as_deep_as_memory_allows(dims, dtype, pool_dtype, scale_rings, blocks):
+    assert choose_blocks(*dims, dtype, pool_dtype, scale_rings, H100) == blocks
 
 
 def test_a_ring_that_does_not_fit_is_refused():
     small = replace(H100, shared_memory_bytes_per_block=100 * KIB)
     with pytest.raises(ValueError, match=r"key_dim=256.*h100: take smaller heads"):
-        ring_buffers(256, 256, "float32", "float32", 0, 1, small)
+        choose_blocks(256, 256, "float32", "float32", 0, small)
 
 
 GOOD = (
