@@ -32,13 +32,12 @@ class CudaCore:
         """What belongs to one consumer."""
         return CudaCore(self.answer.at[consumer])
 
-    @staticmethod
-    def nothing(value_dim: int) -> Any:
+    def nothing(self, values: Ring) -> Any:
         """The running softmax of nothing, for every place: reference, total, weighted values by chunks of lanes."""
         return (
             filled(LEAST_REFERENCE, (BLOCK,), PER_ROW),
             filled(0, (BLOCK,), PER_ROW),
-            tuple(filled(0, (BLOCK, int(lanes.size)), MATRIX) for lanes in lane_chunks(value_dim, 64)),
+            tuple(filled(0, (BLOCK, int(lanes.size)), MATRIX) for lanes in _chunks(values)),
         )
 
     def take(
@@ -57,7 +56,7 @@ class CudaCore:
         reference, total, weighted = state
         buffer = keys.take(turn)
         logits = filled(0, (BLOCK,), PER_ROW)
-        for lanes in lane_chunks(query.shape[1], 64):
+        for lanes in _chunks(keys):
             part = _load(keys.slots, buffer, lanes)
             of_query = plgpu.load(query.at[0, lanes], layout=PER_COLUMN)
             logits += (part * along_columns(of_query, part)).sum(axis=1)
@@ -76,7 +75,7 @@ class CudaCore:
             weight *= plgpu.load(values.scales[0].at[buffer], layout=PER_ROW)
             weight = mask.of_places(block, weight, 0.0)  # where nothing is seen the scale may be NaN
         parts = []
-        for lanes, sum_so_far in zip(lane_chunks(self.answer.shape[1], 64), weighted, strict=True):
+        for lanes, sum_so_far in zip(_chunks(values), weighted, strict=True):
             part = mask.of_values(block, _load(values.slots, buffer, lanes))
             parts.append(along_rows(decay, part) * sum_so_far + along_rows(weight, part) * part)
         plgpu.commit_smem()
@@ -90,15 +89,23 @@ class CudaCore:
         share = jnp.exp2(reference - top)
         denominator = (share * total).sum(axis=0)
         inverse = jnp.where(denominator > 0, 1 / denominator, 0)
-        for lanes, part in zip(lane_chunks(self.answer.shape[1], 64), weighted, strict=True):
+        start = 0
+        for part in weighted:
             whole = (along_rows(share, part) * part).sum(axis=0) * value_scale
-            self.answer[0, lanes] = whole * inverse
+            self.answer[0, pl.ds(start, part.shape[1])] = whole * inverse
+            start += part.shape[1]
         log[0] = top + jnp.log2(denominator)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(self.answer, out)
         plgpu.wait_smem_to_gmem(0)
 
 
+def _chunks(ring: Ring) -> list[pl.Slice]:
+    """Lanes of a ring's rows that fit in the registers at a time."""
+    of_8_bits = ring.slots.dtype.itemsize == 1
+    return lane_chunks(ring.slots.shape[2], ring.lanes if of_8_bits else 64)
+
+
 def _load(slots: Ref, buffer: Scalar, lanes: pl.Slice) -> Float32[Array, "tokens lanes"]:
     block = slots.at[buffer, :, lanes]
-    return plgpu.load(block, layout=MATRIX).astype(jnp.float32)
+    return plgpu.load(block, layout=MATRIX, optimized=block.shape[1] % 32 == 0).astype(jnp.float32)

@@ -1,5 +1,6 @@
 """How the kernels' arrays lie in shared memory and over the registers of a warpgroup."""
 
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -24,6 +25,16 @@ def tiled(shape: tuple[int, ...], dtype: Any, lanes: int) -> Any:
     swizzle = next(width for width in (128, 64, 32) if lanes * size % width == 0)
     tile = plgpu.TilingTransform((8, swizzle // size))  # type: ignore[abstract]
     return plgpu.SMEM(shape, dtype, transforms=(tile, plgpu.SwizzleTransform(swizzle)))  # type: ignore[abstract]
+
+
+def lanes_at_once(dim: int, pool: Any, dtype: Any) -> int:
+    """The lanes of a row of `dim` that are taken together, and that tiles in shared memory must divide.
+
+    They divide the rows of the pool too: a copy moves whole tiles. Of 8-bit codes no more are taken than fit in the
+    registers, as numbers, beside everything else.
+    """
+    divisor = math.gcd(dim, pool.shape[-1])
+    return divisor if pool.dtype == dtype else math.gcd(divisor, 32)
 
 
 def filled(value: float, shape: tuple[int, ...], layout: Any) -> Array:

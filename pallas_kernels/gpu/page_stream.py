@@ -34,6 +34,7 @@ class Ring:
     scales: tuple[Ref, ...]  # SMEM Float32[buffers, BLOCK], if there is a scale for every token
     arrived: Ref
     released: Ref
+    lanes: int  # of a slot that are taken at a time
 
     @staticmethod
     def scratch(

@@ -6,7 +6,6 @@ warpgroup that copies for those that compute as in Shah et al. 2024 (FlashAttent
 compute, `block_rule` chooses the sizes; this file puts them together.
 """
 
-import math
 from functools import partial
 from typing import Any
 
@@ -20,7 +19,7 @@ from jaxtyping import Array, Float, Float32, Int32, Shaped
 from pallas_kernels.arguments import Attention, Scales, Tiles, check_arguments
 from pallas_kernels.gpu.block_rule import Blocks, choose_blocks
 from pallas_kernels.gpu.cuda_core import CudaCore
-from pallas_kernels.gpu.layouts import PER_ROW, tiled
+from pallas_kernels.gpu.layouts import PER_ROW, lanes_at_once, tiled
 from pallas_kernels.gpu.masks import Mask
 from pallas_kernels.gpu.page_stream import PageStream, Ref, Ring, Scalar, Worker
 from pallas_kernels.gpu.schedule import BLOCK, make_schedule, merge
@@ -30,7 +29,7 @@ from pallas_kernels.hardware import GpuFacts
 HOPPER = (9, 0)
 TILE_LINES = 64  # query lines of one KV head that a tile had better not exceed: the rows of a matrix instruction
 # Registers of a thread in three warpgroups, which get 168 each: the producer only counts and starts copies.
-PRODUCER_REGISTERS, CONSUMER_REGISTERS = 56, 224
+PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
 
 
 def paged_attention(
@@ -185,15 +184,14 @@ def _call(
     consumers = blocks.consumers
     key_dim, page_size, exact = q.shape[-1], pool.shape[2], q.dtype == jnp.float32
     value_dim, lines = attention.value_dim, query_lines.count
-    # Queries lie as keys do, and weights as values: in tiles that divide the rows of the pool too.
-    key_lanes, value_lanes = key_dim, value_dim
-    if pool.dtype == q.dtype:
-        key_lanes, value_lanes = math.gcd(key_dim, pool.shape[3]), math.gcd(value_dim, pool.shape[3])
+    key_lanes, value_lanes = (lanes_at_once(dim, pool, q.dtype) for dim in (key_dim, value_dim))
     if exact:
         query, own_scratch = plgpu.SMEM((1, key_dim), q.dtype), CudaCore.scratch(consumers, value_dim)
     else:
         query = tiled((TILE, key_dim), q.dtype, key_lanes)
-        own_scratch = TensorCore.scratch(consumers, key_dim, value_dim, value_lanes, q.dtype, pool.dtype != q.dtype)
+        own_scratch = TensorCore.scratch(
+            consumers, (key_dim, key_lanes), (value_dim, value_lanes), q.dtype, pool.dtype != q.dtype
+        )
     ring = partial(Ring.scratch, blocks.buffers, dtype=pool.dtype, page_size=page_size)
 
     def kernel(*refs):
@@ -209,8 +207,8 @@ def _call(
             worker,
             out,
             log,
-            Ring(*keys),
-            Ring(*values),
+            Ring(*keys, key_lanes),  # type: ignore[call-arg]
+            Ring(*values, value_lanes),  # type: ignore[call-arg]
             query,
             memory,
             ends,
@@ -374,7 +372,7 @@ class _Body:
                 )
 
             turns = pl.cdiv(jnp.maximum(end - own_first, 0), self.consumers)
-            softmax = lax.fori_loop(0, turns, take, own.nothing(self.attention.value_dim))
+            softmax = lax.fori_loop(0, turns, take, own.nothing(self.values))
             plgpu.commit_smem()  # every warp has read the queries before they are sent for again
             plgpu.barrier_arrive(self.query_released)
             own.write(softmax, self.value_scale[kv_head], self.out.at[piece, consumer], self.log.at[piece, consumer])

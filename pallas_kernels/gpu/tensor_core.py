@@ -41,9 +41,11 @@ class TensorCore:
 
     @staticmethod
     def scratch(
-        consumers: int, key_dim: int, value_dim: int, value_lanes: int, dtype: jnp.dtype, quantised: bool
+        consumers: int, keys: tuple[int, int], values: tuple[int, int], dtype: jnp.dtype, quantised: bool
     ) -> tuple[Any, ...]:
-        codes = tuple(tiled((consumers, BLOCK, dim), dtype, dim) for dim in (key_dim, value_dim))
+        """`keys` and `values` are each the length of a row, and the lanes of it that tiles divide."""
+        value_dim, value_lanes = values
+        codes = tuple(tiled((consumers, BLOCK, dim), dtype, lanes) for dim, lanes in (keys, values))
         return (
             tiled((consumers, TILE, BLOCK), dtype, value_lanes),
             codes if quantised else (),
@@ -59,12 +61,12 @@ class TensorCore:
         )
 
     @staticmethod
-    def nothing(value_dim: int) -> Any:
+    def nothing(values: Ring) -> Any:
         """The running softmax of nothing: reference, total, weighted values."""
         return (
             filled(LEAST_REFERENCE, (TILE,), PER_ROW),
             filled(0, (TILE,), PER_ROW),
-            filled(0, (TILE, value_dim), MATRIX),
+            filled(0, (TILE, values.slots.shape[2]), MATRIX),
         )
 
     def take(
@@ -84,7 +86,7 @@ class TensorCore:
         buffer = keys.take(turn)
         key_block = keys.slots.at[buffer]
         if self.dequantised:
-            key_block = self._dequantise(key_block, self.dequantised[0], None)
+            key_block = self._dequantise(key_block, self.dequantised[0], keys.lanes, None)
         logits = scale * _product(query, key_block.transpose((1, 0)))
         if keys.scales:
             logits *= along_columns(plgpu.load(keys.scales[0].at[buffer], layout=PER_COLUMN), logits)
@@ -102,7 +104,7 @@ class TensorCore:
             scales = mask.of_columns(block, plgpu.load(values.scales[0].at[buffer], layout=PER_COLUMN))
             weight *= along_columns(scales, weight)
         if self.dequantised:
-            value_block = self._dequantise(value_block, self.dequantised[1], (mask, block))
+            value_block = self._dequantise(value_block, self.dequantised[1], values.lanes, (mask, block))
         else:
             mask.clear_unseen(block, value_block)
         self.weights[...] = weight.astype(self.weights.dtype)
@@ -117,17 +119,18 @@ class TensorCore:
             return sums + _product(a, b)
         return pl.run_state(lambda accumulator: plgpu.wgmma(accumulator, a, b))(plgpu.ACC.init(sums))
 
-    def _dequantise(self, codes: Ref, target: Ref, cleared: tuple[Mask, Scalar] | None) -> Ref:
+    def _dequantise(self, codes: Ref, target: Ref, lanes_at_once: int, cleared: tuple[Mask, Scalar] | None) -> Ref:
         """The numbers that codes stand for, but for their scale, as an operand of a matrix instruction."""
-        for lanes in lane_chunks(codes.shape[1], 64):
-            numbers = plgpu.load(codes.at[:, lanes], layout=MATRIX)
+        free_of_conflicts = lanes_at_once % 32 == 0
+        for lanes in lane_chunks(codes.shape[1], lanes_at_once):
+            numbers = plgpu.load(codes.at[:, lanes], layout=MATRIX, optimized=free_of_conflicts)
             if jnp.issubdtype(codes.dtype, jnp.floating):
                 numbers = numbers.astype(jnp.float32)  # there is no instruction for less
             numbers = numbers.astype(target.dtype)
             if cleared is not None:
                 mask, block = cleared
                 numbers = mask.of_values(block, numbers)
-            target[:, lanes] = numbers
+            plgpu.store(target.at[:, lanes], numbers, optimized=free_of_conflicts)
         plgpu.commit_smem()
         return target
 
