@@ -24,8 +24,8 @@ from experiments.figures import write_figures
 
 SHAPES = flags.DEFINE_list("shapes", ["1x256", "1x4096", "8x512", "8x4096"], "Rows and context of the timed steps.")
 PAGE_GROUPS = flags.DEFINE_list("page_groups", ["64", "256", "2048"], "KiB a page-group of the virtual spaces.")
-STEPS = flags.DEFINE_integer("steps", 100, "Measured decode steps of each cache.", lower_bound=1)
-TURNS = flags.DEFINE_integer("turns", 120, "Bursts of each trace.", lower_bound=1)
+STEPS = flags.DEFINE_integer("steps", 40, "Measured decode steps of each cache.", lower_bound=1)
+TURNS = flags.DEFINE_integer("turns", 80, "Bursts of each trace.", lower_bound=1)
 JSON = flags.DEFINE_string("json", None, "Also write the figures to this file.")
 PNG = flags.DEFINE_string("png", None, "Also draw them.")
 
@@ -65,7 +65,7 @@ def draw(path: str, steps: Sequence[dict[str, Any]], traces: Sequence[dict[str, 
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 8), layout="constrained")
-    above, below = figure.subfigures(2)  # type: ignore[misc]
+    above, below = figure.subfigures(2, 1, squeeze=False)[:, 0]
     panels = above.subplots(1, len(LENGTHS))
     for axes, lengths in zip(panels, LENGTHS, strict=True):
         chosen = [one for one in traces if one["lengths"] == lengths.name and not one["shared_prefix"]]
@@ -74,8 +74,8 @@ def draw(path: str, steps: Sequence[dict[str, Any]], traces: Sequence[dict[str, 
             axes.plot(_waste(chosen[0]["series"], name), label=label, linestyle="--")
         for one in chosen:
             axes.plot(_waste(one["series"], "virtual"), label=name_of(one["page_group_bytes"]))
-        axes.set(title=lengths.name, xlabel=f"bursts of {BURST} tokens", ylabel="held but not used", ylim=(0, 1))
-    panels[0].legend(fontsize="small")
+        axes.set(title=lengths.name, xlabel=f"bursts of {BURST} tokens", ylabel="needed but not used", ylim=(0, 1))
+    panels[1].legend(fontsize="small", loc="upper right")
     axes = below.subplots()
     shapes = list(dict.fromkeys((one["rows"], one["context"]) for one in steps))
     caches = list(dict.fromkeys(one["cache"] for one in steps))

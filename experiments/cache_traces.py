@@ -2,7 +2,8 @@
 
 The virtual space is real, its memory is mapped; only the device's work is left out, and counted as longer than the
 mapping beside it (each turn waits for the background thread).  What pages and spans hold for the same rows at the same
-time is arithmetic.
+time is arithmetic.  Waste is what rows need and do not use: the rest of their last page-group.  What is mapped beyond
+need, for the next request or ahead of time, is counted apart: it is given up when a row wants it.
 """
 
 from __future__ import annotations

@@ -185,11 +185,11 @@ def choose_backing(options: argparse.Namespace, *, spec: CacheSpec, needs: Seque
         return PagedBacking(options.num_pages or max(1, enough), options.page_size, width)
     # What a burst may take is mapped before it begins, and what the next may take while it runs.
     burst = options.burst * (1 if options.draft is None else options.draft_tokens + 1)
-    virtual = VirtualBacking(spec, 1, width, options.page_size * spec.bytes_per_token, lookahead=burst)
     try:
-        enough = sum(pages_for(min(need + burst, width), virtual.page_size) for need in together)
-    except NotImplementedError as error:
+        virtual = VirtualBacking(spec, 1, width, options.page_size * spec.bytes_per_token, lookahead=burst)
+    except (NotImplementedError, OSError) as error:
         raise CommandError(f"--cache virtual: {one_line(error)}") from error
+    enough = sum(pages_for(min(need + burst, width), virtual.page_size) for need in together)
     return replace(virtual, num_pages=options.num_pages or max(1, enough))
 
 

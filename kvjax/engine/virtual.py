@@ -7,7 +7,7 @@ without the device, and a step or a burst finds the positions that it may write 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -37,6 +37,11 @@ class VirtualBacking:
       lookahead: tokens a row to have mapped past each step, in the background; a burst's length makes a steady decode
         free of mapping.
       substrate: the platform; Linux virtual memory if None.
+      page_size: tokens a page-group, which follows from the rest.
+
+    Raises:
+      NotImplementedError: a window group.
+      OSError: there is no such platform here.
     """
 
     spec: CacheSpec
@@ -47,18 +52,19 @@ class VirtualBacking:
     substrate: Substrate | None = None
     shares_pages: bool = True
     has_page_table: bool = False
+    page_size: int = field(init=False)
 
-    @property
-    def page_size(self) -> int:
-        """Tokens a page-group."""
-        return span_layout(
+    def __post_init__(self) -> None:
+        substrate = HostSubstrate() if self.substrate is None else self.substrate
+        layout = span_layout(
             self.spec,
             rows=1,
             max_context=self.max_context,
             page_group_bytes=self.page_group_bytes,
-            granularity=(self.substrate or HostSubstrate()).granularity,
+            granularity=substrate.granularity,
             block=BLOCK_TOKENS,
-        ).page_tokens
+        )
+        object.__setattr__(self, "page_size", layout.page_tokens)
 
     def init(self, spec: CacheSpec, rows: int) -> VirtualSpace:
         if spec != self.spec:
