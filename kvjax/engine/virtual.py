@@ -166,7 +166,11 @@ class VirtualExecutables(Executables):
         return space, report
 
     def _open(self, space: VirtualSpace, wanted: _Wanted) -> None:
-        """Makes what rows want resident; where memory lacks, what there is already or else the least they need."""
+        """Makes what rows want resident; where memory lacks, what there is already or else the least they need.
+
+        If even that is refused, no row gets more than its least: else some would hold memory for a whole burst while
+        others could not go on by one token, and nobody would give way.
+        """
         count, length = wanted.count, space.length
         for row in np.flatnonzero((count > 0) & (length == 0)):
             space.admit(int(count[row]), row=int(row))
@@ -174,7 +178,11 @@ class VirtualExecutables(Executables):
         refused = space.step(lengths, wanted.order) != Status.OK
         if np.any(refused & (wanted.least < count)):
             fewer = np.clip(space.resident, length + wanted.least, lengths)
-            space.step(np.where(refused, fewer, lengths), wanted.order)
+            space.follow(())  # Nothing ran: what that step was given can be taken back.
+            refused = space.step(np.where(refused, fewer, lengths), wanted.order) != Status.OK
+            if np.any(refused):
+                space.follow(())
+                space.step(np.where(count > 0, length + wanted.least, 0), wanted.order)
 
     def _compile(self, function: Callable, arguments: tuple[Any, ...]) -> Callable:
         # Mapped memory cannot be donated, and to return it would be a copy.
