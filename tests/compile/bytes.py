@@ -2,6 +2,7 @@
 
     python -m tests.compile.bytes tpu|gpu [target …]
 
+Without targets most checks are spread over the TPUs, one chip each; for those that are named every check is compiled.
 Prints a line for each target and check, and exits non-zero if one fails. A check passes if it compiles, hands every
 donated array back in place and needs hardly any temporary memory; on GPU it must also spill no register. The checks
 named `broken` are programs that must be refused, and for the stated reason; they show that the gate can fail.
@@ -11,7 +12,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.arguments import HEAD_DIMS, QUANTISED_DTYPES
 from pallas_kernels.hardware import GPUS, H200, MIB, TPUS, GpuFacts, TpuFacts
 from pallas_kernels.pages import copy_pages, gather_pages, scrub_pages, write_pages
+from tests.compile.spread import spread
 
 POOL_BYTES = 256 * MIB  # or a little less
 TEMPORARY_LIMIT = 32 * MIB  # above lists and the new tokens, far below a pool
@@ -44,6 +46,7 @@ class Check:
     donated: tuple[Shape, ...]
     others: tuple[Shape, ...]
     refusal: str | None = None
+    everywhere: bool = False  # for every chip, when the others are spread over them
 
 
 def pool_of(facts: Facts, kv_heads: int, head_dim: int, page_size: int, dtype: str) -> Shape:
@@ -127,7 +130,7 @@ def checks(facts: Facts) -> Iterator[Check]:
     on_gpu = isinstance(facts, GpuFacts)
     plain = ("bfloat16", "float32", "float16") if on_gpu else ("bfloat16", "float32")
     for dtype in plain:
-        yield append_check(facts, 8, 128, 16, dtype)
+        yield replace(append_check(facts, 8, 128, 16, dtype), everywhere=True)
     for dtype in QUANTISED_DTYPES:
         yield append_check(facts, 8, 128, 16, dtype, "token")
     yield append_check(facts, 8, 128, 128, "int8", "head")
@@ -224,7 +227,8 @@ def main(platform: str, *targets: str) -> int:
         raise SystemExit(f"platform {platform!r} is unknown; use tpu or gpu")
     if unknown := set(targets) - set(chips):
         raise SystemExit(f"unknown target {', '.join(unknown)}; choose from {', '.join(chips)}")
-    results = [passes(name, check, compile_check) for name in targets or chips for check in checks(chips[name])]
+    spread_over = spread(checks, chips, targets or list(chips) if platform == "gpu" else targets)
+    results = [passes(name, check, compile_check) for name, check in spread_over]
     print(f"{sum(results)} passed, {len(results) - sum(results)} failed")
     return 0 if all(results) else 1
 

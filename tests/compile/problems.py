@@ -87,6 +87,7 @@ PROBLEMS = (
     Problem(tokens=6, pool_dtype="int8", scales="token", window=100, kept=20, soft_cap=5.0, sinks=True),
     MILLION,
 )
+EVERYWHERE = (PROBLEMS[0], PROBLEMS[1], MILLION)  # what every chip is asked, where others are spread over them
 RANDOM_PROBLEMS = 6  # for each target, the same ones every time
 
 

@@ -1,8 +1,9 @@
 """Compiles the TPU kernels with the real compiler for every chip: `python -m tests.compile.tpu [target …]`.
 
-Prints a line for each target and check, and exits non-zero if one fails. A check passes if it compiles, hands the
-donated pool back in place and needs hardly any temporary memory. The checks named `broken` are kernels that must be
-refused, and for the stated reason; they show that the gate can fail.
+Prints a line for each target and check, and exits non-zero if one fails. Without targets most checks are spread over
+the chips, one chip each; with `v4 v5e v5p v6e tpu7x` every check is put to every chip. A check passes if it compiles,
+hands the donated pool back in place and needs hardly any temporary memory. The checks named `broken` are kernels that
+must be refused, and for the stated reason; they show that the gate can fail.
 """
 
 import math
@@ -24,7 +25,8 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.arguments import Attention
 from pallas_kernels.hardware import MIB, TPUS, TpuFacts
 from pallas_kernels.tpu.paged_attention import TILE_LINES, paged_attention
-from tests.compile.problems import MILLION, PROBLEMS, RANDOM_PROBLEMS, random_problem, round_up, struct
+from tests.compile.problems import EVERYWHERE, MILLION, PROBLEMS, RANDOM_PROBLEMS, random_problem, round_up, struct
+from tests.compile.spread import spread
 from tests.compile.tpu_target import TOPOLOGIES, compile_for
 
 POOL = 1  # the position of the pool among the arguments of every check
@@ -41,6 +43,7 @@ class Check:
     function: Callable
     shapes: tuple[Any, ...]
     refusal: str | None = None
+    everywhere: bool = False  # for every chip, when the others are spread over them
 
 
 def one_layer(facts: TpuFacts, attention: Attention, q, pool, pages, tiles, page_offset, sinks, scales):
@@ -105,7 +108,9 @@ def checks(facts: TpuFacts) -> Iterator[Check]:
     """All checks for one chip."""
     random = Random(facts.name)
     for problem in (*PROBLEMS, *(random_problem(random, TILE_LINES) for _ in range(RANDOM_PROBLEMS))):
-        yield Check(f"paged_attention {problem}", partial(one_layer, facts, problem.attention), problem.shapes(LANES))
+        attend = partial(one_layer, facts, problem.attention)
+        shapes = problem.shapes(LANES)
+        yield Check(f"paged_attention {problem}", attend, shapes, everywhere=problem in EVERYWHERE)
     large = MILLION.shapes(LANES)
     scanned = partial(all_layers, facts, MILLION.attention)
     yield Check(f"paged_attention {MILLION}, scanned over {LAYERS} layers", scanned, large)
@@ -155,10 +160,10 @@ def main(targets: list[str]) -> int:
     if unknown := set(targets) - set(TOPOLOGIES):
         print(f"unknown target {', '.join(unknown)}; choose from {', '.join(TOPOLOGIES)}", file=sys.stderr)
         return 2
-    results = [passes(target, check) for target in targets for check in checks(TPUS[target])]
+    results = [passes(target, check) for target, check in spread(checks, TPUS, targets)]
     print(f"{sum(results)} passed, {len(results) - sum(results)} failed")
     return 0 if all(results) else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:] or list(TOPOLOGIES)))
+    sys.exit(main(sys.argv[1:]))
