@@ -16,10 +16,10 @@ EXAMPLES = re.findall(r"```python\n(.*?)```\n\n```\n(.*?)```", README, re.DOTALL
 
 
 def test_there_is_no_example_without_its_output():
-    assert len(EXAMPLES) == README.count("```python") == 3
+    assert len(EXAMPLES) == README.count("```python") == 4
 
 
-@pytest.mark.parametrize(("code", "printed"), EXAMPLES, ids=("library", "engine", "files"))
+@pytest.mark.parametrize(("code", "printed"), EXAMPLES, ids=("library", "engine", "files", "virtual"))
 def test_an_example_prints_what_the_readme_says(code, printed, tmp_path):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
