@@ -122,7 +122,7 @@ def float32_on_the_tensor_cores(q, pool, *rest):
 
     _, _, page_size, lanes = pool.shape
     out = jax.ShapeDtypeStruct((page_size, page_size), pool.dtype)
-    scratch = (tiled((page_size, lanes), pool.dtype), plgpu.Barrier())
+    scratch = (tiled((page_size, lanes), pool.dtype, lanes), plgpu.Barrier())
     return plgpu.kernel(body, out_type=out, scratch_types=scratch)(pool), pool
 
 
