@@ -1,12 +1,25 @@
-"""What is said at the end of a run: how many cases of the kernels' contract each backend was held to."""
+"""What every test module leaves behind is dropped, and the end of a run says how many contract cases were run."""
 
+import gc
 from collections import Counter
 from pathlib import Path
+
+import jax
+import pytest
 
 CONTRACT = "keeps_the_contract"  # in the name of every test that holds a backend to it
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _compiled_programs_are_dropped():
+    """Each compiled program keeps memory areas of the process, of which Linux allows 65,530: then compiling aborts."""
+    yield
+    jax.clear_caches()
+    gc.collect()
+
+
 def pytest_terminal_summary(terminalreporter):
+    """How many cases of the kernels' contract each backend was held to."""
     for outcome in ("passed", "failed", "skipped"):
         cases = [
             report.nodeid

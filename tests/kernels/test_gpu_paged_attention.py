@@ -58,20 +58,18 @@ def test_keeps_the_contract(case):
     run(case, detect_races=False)
 
 
-@pytest.mark.parametrize("workers", [1, 4])
 @BOTH
-def test_has_no_race_however_the_work_is_shared(case, workers):
-    run(case, workers=workers)
+def test_has_no_race_where_items_are_cut(case):
+    run(case, workers=4)
 
 
-@pytest.mark.parametrize("scales", ["tensor", "token"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("dtype", "scales"), [("bfloat16", "token"), ("float32", "tensor")])
 def test_has_no_race_while_it_dequantises(dtype, scales):
     case = {"bfloat16": BFLOAT16, "float32": FLOAT32}[dtype]
     run(replace(case, pool_dtype="int8", scales=scales, window=30, tiles=case.tiles[:2]))
 
 
-@pytest.mark.parametrize("heads", [11, 65])
+@pytest.mark.parametrize("heads", [65])
 def test_any_number_of_query_heads_may_share_a_kv_head(heads):
     run(replace(BFLOAT16, q_heads=heads, kv_heads=1), detect_races=False)
 
