@@ -301,6 +301,16 @@ def demo(run, tmp_path, *flags):
     return status, out, err, json.loads((tmp_path / "figures.json").read_text())
 
 
+def test_the_demo_on_virtual_memory_gives_the_same_tokens(run, tiny, tmp_path):
+    status, out, _, report = demo(run, tmp_path, "--cache", "virtual")
+    assert status == 0 and any(
+        line.startswith("equal: ") and "virtual cache are those of the paged" in line for line in out
+    )
+    figures = report["runs"]["virtual"]
+    assert figures["finished"] == {"cancelled": 3, "length": 13}
+    assert figures["preemptions"] > 0 and figures["copies_on_write"] > 0
+
+
 def test_the_demo_shows_pages_at_work(run, tiny, tmp_path):
     status, out, err, report = demo(run, tmp_path)
     text = "\n".join(out)
