@@ -21,7 +21,7 @@ def seen() -> Counter[str]:
     return Counter()
 
 
-@pytest.mark.parametrize("setting", ["uniform", "two groups", "few runs"])
+@pytest.mark.parametrize("setting", ["two groups", "few runs"])
 def test_random_transitions_match_the_page_tables_model(setting, seen):
     walk = ExtentWalk(setting, seed=0)
     for _ in range(200):
@@ -34,7 +34,7 @@ def test_every_status_was_seen(seen):
     assert all(seen[name] for name in expected) and seen["copies"] > 20, seen
 
 
-@pytest.mark.parametrize("twin", TWINS[1::4], ids=lambda twin: twin.broken.__name__.replace("_", " "))
+@pytest.mark.parametrize("twin", TWINS[1::6], ids=lambda twin: twin.broken.__name__.replace("_", " "))
 def test_a_broken_twin_is_caught(twin):
     assert twin.caught()
 
