@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 import kvjax
-from kvjax.attention.paged import BLOCK_TOKENS
+from kvjax.attention.xla import BLOCK_TOKENS
 from kvjax.virtual.cache import VirtualCache
 from kvjax.virtual.cuda import _store as cuda_store
 from kvjax.virtual.span import span_layout
