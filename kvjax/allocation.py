@@ -18,6 +18,7 @@ from kvjax.layout import TPU_LANES, PageLayout, PoolLayout, canonical_layout
 from kvjax.pages import GroupShape
 from kvjax.spec import CacheSpec
 from kvjax.storage import Pool
+from pallas_kernels.arguments import HEAD_DIMS, PAGE_SIZES, QUANTISED_DTYPES, QUERY_DTYPES
 from pallas_kernels.hardware import GpuFacts, TpuFacts
 
 
@@ -108,16 +109,17 @@ def _check_kernels(backend: Backend, spec: CacheSpec, page_size: tuple[int, ...]
     """What the decode kernels lack is refused before there is a cache, not at its first decode."""
     if not isinstance(backend, TpuFacts | GpuFacts):
         raise ValueError(f'{backend=} must be "xla" or the facts of a chip from pallas_kernels.hardware')
+    dtypes = {*QUERY_DTYPES, *QUANTISED_DTYPES} - ({"float16"} if isinstance(backend, TpuFacts) else set())
     for group, size in zip(spec.groups, page_size, strict=True):
         widths = {tensor.name: tensor.width for tensor in group.tensors}
         kinds = {tensor.dtype for tensor in group.tensors}
-        if set(widths) != {"k", "v"} or not {*widths.values()} <= {64, 128} or not kinds <= {"float32", "bfloat16"}:
+        if set(widths) != {"k", "v"} or not {*widths.values()} <= {*HEAD_DIMS} or not kinds <= dtypes:
             raise NotImplementedError(
                 f"group {group.name!r} caches {widths} in {sorted(kinds)}; the kernels of {backend.name} take k and v "
-                'of width 64 or 128 in float32 or bfloat16. Pass backend="xla"'
+                f'of widths {HEAD_DIMS} in {", ".join(sorted(dtypes))}. Pass backend="xla"'
             )
-        if size not in (16, 32, 64, 128):
-            raise NotImplementedError(f'page_size={size}; the kernels take 16, 32, 64 or 128, and backend="xla" any')
+        if size not in PAGE_SIZES:
+            raise NotImplementedError(f'page_size={size}; the kernels take {PAGE_SIZES}, and backend="xla" any')
 
 
 def _build(

@@ -146,18 +146,35 @@ def test_bad_arguments_name_the_value_and_the_repair():
         kvjax.init(CacheSpec.uniform(layers=1, kv_heads=1, head_dim=4, window=8), rows=1, num_pages=8, max_context=8)
 
 
+def shape_on(backend, page_size=16, **spec):
+    """An abstract cache for a chip that is not here."""
+    spec = CacheSpec.uniform(layers=1, kv_heads=1, **spec)
+    make = partial(kvjax.init, spec, rows=1, num_pages=8, page_size=page_size, max_context=64, backend=backend)
+    return jax.eval_shape(make)
+
+
 @pytest.mark.parametrize(
-    ("spec", "page_size", "message"),
+    ("backends", "asked", "message"),
     [
-        (CacheSpec.uniform(layers=1, kv_heads=1, head_dim=80), 16, "width 64 or 128"),
-        (CacheSpec.uniform(layers=1, kv_heads=1, head_dim=64, dtype="float16"), 16, "float32 or bfloat16"),
-        (CacheSpec.uniform(layers=1, kv_heads=1, head_dim=64), 8, "page_size=8"),
+        ((TPU_V6E, H200), {"head_dim": 72}, r"widths \(64, 80"),
+        ((TPU_V6E, H200), {"head_dim": 64, "dtype": "int16"}, "in bfloat16, .*float8_e4m3fn"),
+        ((TPU_V6E,), {"head_dim": 64, "dtype": "float16"}, "float16.*the kernels of v6e"),
+        ((TPU_V6E, H200), {"head_dim": 64, "page_size": 8}, "page_size=8"),
     ],
 )
-def test_what_a_kernel_lacks_is_refused_before_there_is_a_cache(spec, page_size, message):
-    for backend in (TPU_V6E, H200):
+def test_what_a_kernel_lacks_is_refused_before_there_is_a_cache(backends, asked, message):
+    for backend in backends:
         with pytest.raises(NotImplementedError, match=message):
-            kvjax.init(spec, rows=1, num_pages=8, page_size=page_size, max_context=64, backend=backend)
+            shape_on(backend, **asked)
+
+
+@pytest.mark.parametrize(
+    "asked", [{"head_dim": 80}, {"head_dim": 256, "page_size": 128}, {"head_dim": 64, "dtype": "int8"}]
+)
+def test_what_the_kernels_take_is_not_refused(asked):
+    for backend in (TPU_V6E, H200):
+        shape_on(backend, **asked)
+    shape_on(H200, head_dim=64, dtype="float16")
 
 
 @pytest.mark.usefixtures("as_users_call")
