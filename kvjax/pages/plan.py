@@ -142,21 +142,26 @@ def _group_need(
     tail = jnp.where(tail_index < end, read_entries(group, by_order, tail_index), group.num_pages)
     holders = group.refcount.at[tail].get(mode="fill", fill_value=0)
     shared = asking & (holders > 1)
-    writers, last, previous = lax.cond(
-        jnp.any(shared),
-        writers_of_each,
-        lambda page: (jnp.zeros_like(page), jnp.zeros(page.shape, bool), jnp.full_like(page, -1)),
-        jnp.where(shared, tail, group.num_pages),
+    # What is read of refcounts leaves through the cond alone.  A GPU's compiler would read them again where the answer
+    # is used, which is after they have changed, and keep a copy of all of them for that.
+    page, number = jnp.where(shared, tail, group.num_pages), jnp.where(shared, holders, 0)
+    nobody = jnp.zeros(page.shape, bool)
+    copy, keep, previous = lax.cond(
+        jnp.any(shared), lambda: _copy_or_keep(page, number), lambda: (nobody, nobody, jnp.full_like(page, -1))
     )
-    keep = shared & last & (writers == holders)
     target = pages_for(jnp.where(asking, length + tokens, 0), group.page_size)
     return _Need(
-        fresh=jnp.where(asking, jnp.maximum(target - end, 0), 0),
-        copy=shared & ~keep,
-        keep=keep,
-        previous=previous,
-        tail=tail,
+        fresh=jnp.where(asking, jnp.maximum(target - end, 0), 0), copy=copy, keep=keep, previous=previous, tail=tail
     )
+
+
+def _copy_or_keep(
+    page: Int32[Array, " rows"], holders: Int32[Array, " rows"]
+) -> tuple[Bool[Array, " rows"], Bool[Array, " rows"], Int32[Array, " rows"]]:
+    """Who must copy its shared tail page, who keeps it, and the row before it on that page; `holders` 0: neither."""
+    writers, last, previous = writers_of_each(page)
+    keep = (holders > 0) & last & (writers == holders)
+    return (holders > 0) & ~keep, keep, previous
 
 
 def writers_of_each(

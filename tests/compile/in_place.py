@@ -46,8 +46,6 @@ PADDED_LIST_BYTES = 32 << 10
 """The same on TPU: a list of 64 rows padded to whole tiles.  One call of 28 differs by one; the others are equal."""
 ONE_COPY_BYTES = 16 << 20
 """Of a per-page array of the large pool.  With placement by size, all temporaries of a call stay below it."""
-KNOWN_COPIES = {("h200", "burst"), ("h200", "burst with drafts")}
-"""Calls in which the compiler keeps one copy of a per-page array: a fault that is open.  No other call may."""
 WITHOUT_PLACEMENT = {
     "xla_msa_enable": "false",
     "xla_tpu_enable_offloading_scatter_to_sparsecore": "false",
@@ -230,11 +228,9 @@ def check(case: Case, target: Target) -> tuple[bool, str]:
     compare = target.compare or target.compile_for
     aliased, _, small = measure(case, compare, target.backend, num_pages=SMALL, max_context=target.narrow)
     large_aliased, alias, large = measure(case, compare, target.backend, num_pages=LARGE, max_context=WIDE)
-    known = ONE_COPY_BYTES + (1 << 20) if (target.name, case.name) in KNOWN_COPIES else 0
-    good = aliased and large_aliased and large - small <= target.slack + known
+    good = aliased and large_aliased and large - small <= target.slack
     note = "reads only" if case.reads_only else f"alias {alias:>14,} B"
     line = f"{case.name:24s} {note:22s} temporaries {small:>11,} B and {large:>11,} B"
-    line += " (one copy, known)" if known else ""
     if target.compare is not None:
         aliased, _, placed = measure(case, target.compile_for, target.backend, num_pages=LARGE, max_context=WIDE)
         good &= aliased and placed < ONE_COPY_BYTES * case.rows // ROWS
