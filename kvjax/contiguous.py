@@ -15,10 +15,11 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from kvjax import cache as paged
+from kvjax import spans
 from kvjax.attention.tiled import tiled_attention
 from kvjax.attention.tiles import make_tiling, tile_size
-from kvjax.grant import Grant, make_grant
-from kvjax.inputs import row_integers, row_mask, static_size
+from kvjax.grant import Grant
+from kvjax.inputs import row_mask, static_size
 from kvjax.pages.status import Status
 from kvjax.spec import CacheSpec
 from pallas_kernels.arguments import Attention, Scales
@@ -64,12 +65,12 @@ def init_contiguous(spec: CacheSpec, *, rows: int, max_context: int) -> Contiguo
     if len(spec.groups) != 1 or group.window is not None or {t.name for t in group.tensors} != {"k", "v"}:
         raise NotImplementedError("a contiguous cache holds one group with tensors k and v; use kvjax.init instead")
     key, value = group.tensor("k"), group.tensor("v")
-    spans, span = len(group.layers) * rows, -(-max_context // BLOCK) * BLOCK
+    number, span = len(group.layers) * rows, -(-max_context // BLOCK) * BLOCK
     return ContiguousCache(
         length=jnp.zeros(rows, jnp.int32),
         reserved=jnp.zeros(rows, jnp.int32),
-        keys=jnp.zeros((spans, key.heads, span, key.width), key.dtype),
-        values=jnp.zeros((spans, value.heads, span, value.width), value.dtype),
+        keys=jnp.zeros((number, key.heads, span, key.width), key.dtype),
+        values=jnp.zeros((number, value.heads, span, value.width), value.dtype),
         spec=spec,
         max_context=max_context,
     )
@@ -84,15 +85,7 @@ def _(
     order: Int32[Array, " rows"] | None = None,
 ) -> tuple[ContiguousCache, Grant]:
     del order  # Rows have spans of their own and cannot take one another's.
-    max_tokens = static_size("max_tokens", max_tokens)
-    tokens = row_integers("tokens", tokens, cache.rows)
-    full = tokens > cache.max_context - cache.length
-    malformed = (tokens < 0) | (tokens > max_tokens)
-    over = malformed | ((jnp.cumsum(jnp.where(full | malformed, 0, tokens)) > max_tokens) & (tokens > 0))
-    status = jnp.where(full, Status.TABLE_FULL, jnp.where(over, Status.OVER_BOUND, Status.OK)).astype(jnp.int32)
-    granted = jnp.where(status == Status.OK, tokens, 0)
-    reserved = jnp.maximum(cache.reserved, cache.length + granted)
-    return replace(cache, reserved=reserved), make_grant(granted, status, cache.length, max_tokens)
+    return spans.reserve(cache, tokens, max_tokens, capacity=cache.max_context)
 
 
 @paged.write.register
@@ -125,11 +118,11 @@ def _(
         raise NotImplementedError("a contiguous cache is not quantised; use kvjax.init, or leave scales out")
 
     def fetch(rows: Int32[Array, " tiles"], index: Int32[Array, ""]) -> tuple[Array, Array]:
-        spans = layer * cache.rows + jnp.minimum(rows, cache.rows - 1)
+        of_tiles = layer * cache.rows + jnp.minimum(rows, cache.rows - 1)
 
         def block(memory: Array) -> Array:
             size = (1, memory.shape[1], BLOCK, memory.shape[3])
-            return jax.vmap(lambda span: lax.dynamic_slice(memory, (span, 0, index * BLOCK, 0), size)[0])(spans)
+            return jax.vmap(lambda span: lax.dynamic_slice(memory, (span, 0, index * BLOCK, 0), size)[0])(of_tiles)
 
         return block(cache.keys), block(cache.values)
 
@@ -148,9 +141,7 @@ def _(
 
 @paged.commit.register
 def _(cache: ContiguousCache, tokens: Int32[Array, " rows"]) -> ContiguousCache:
-    tokens = row_integers("tokens", tokens, cache.rows)
-    valid = (tokens >= 0) & (tokens <= cache.reserved - cache.length)
-    return replace(cache, length=cache.length + jnp.where(valid, tokens, 0))
+    return spans.commit(cache, tokens)
 
 
 @paged.release.register
@@ -169,15 +160,7 @@ def _(
     cache: ContiguousCache, length: Int32[Array, " rows"], *, max_pages: int, rows: Bool[Array, " rows"] | None = None
 ) -> tuple[ContiguousCache, Int32[Array, " rows"]]:
     del max_pages  # Nothing is unmapped.
-    chosen = jnp.ones(cache.rows, bool) if rows is None else row_mask("rows", rows, cache.rows)
-    length = row_integers("length", length, cache.rows)
-    valid = (length >= 0) & (length <= cache.length)
-    acts = chosen & valid
-    status = jnp.where(chosen & ~valid, Status.NOT_RESERVED, Status.OK).astype(jnp.int32)
-    cache = replace(
-        cache, length=jnp.where(acts, length, cache.length), reserved=jnp.where(acts, length, cache.reserved)
-    )
-    return cache, status
+    return spans.truncate(cache, length, rows)
 
 
 @paged.advance.register

@@ -21,13 +21,12 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped
 
 from kvjax import cache as paged
+from kvjax import spans
 from kvjax.attention.paged import key_and_value_dims
 from kvjax.attention.tiled import tiled_attention
 from kvjax.attention.tiles import make_tiling, tile_size
 from kvjax.attention.xla import BLOCK_TOKENS
-from kvjax.grant import Grant, make_grant
-from kvjax.inputs import row_integers, row_mask, static_size
-from kvjax.pages.status import Status
+from kvjax.grant import Grant
 from kvjax.virtual.span import PoolPlace, SpanLayout
 from kvjax.virtual.substrate import Store
 from pallas_kernels.arguments import Attention, Scales
@@ -72,19 +71,7 @@ def _(
     cache: VirtualCache, tokens: Int32[Array, " rows"], *, max_tokens: int, order: Int32[Array, " rows"] | None = None
 ) -> tuple[VirtualCache, Grant]:
     del order  # What is resident belongs to its row; rows cannot take it from one another.
-    max_tokens = static_size("max_tokens", max_tokens)
-    tokens = row_integers("tokens", tokens, cache.rows)
-    full = tokens > cache.layout.max_context - cache.length
-    absent = tokens > cache.resident - cache.length
-    malformed = (tokens < 0) | (tokens > max_tokens)
-    counted = jnp.where(full | absent | malformed, 0, tokens)
-    over = malformed | ((jnp.cumsum(counted) > max_tokens) & (tokens > 0))
-    status = jnp.where(over, Status.OVER_BOUND, Status.OK)
-    status = jnp.where(absent & ~malformed, Status.NOT_RESERVED, status)
-    status = jnp.where(full, Status.TABLE_FULL, status).astype(jnp.int32)
-    granted = jnp.where(status == Status.OK, tokens, 0)
-    reserved = jnp.maximum(cache.reserved, cache.length + granted)
-    return replace(cache, reserved=reserved), make_grant(granted, status, cache.length, max_tokens)
+    return spans.reserve(cache, tokens, max_tokens, capacity=cache.layout.max_context, resident=cache.resident)
 
 
 @paged.write.register
@@ -159,9 +146,7 @@ def _(
 
 @paged.commit.register
 def _(cache: VirtualCache, tokens: Int32[Array, " rows"]) -> VirtualCache:
-    tokens = row_integers("tokens", tokens, cache.rows)
-    valid = (tokens >= 0) & (tokens <= cache.reserved - cache.length)
-    return replace(cache, length=cache.length + jnp.where(valid, tokens, 0))
+    return spans.commit(cache, tokens)
 
 
 def _slices(
@@ -180,15 +165,7 @@ def _(
     cache: VirtualCache, length: Int32[Array, " rows"], *, max_pages: int, rows: Bool[Array, " rows"] | None = None
 ) -> tuple[VirtualCache, Int32[Array, " rows"]]:
     del max_pages  # Nothing is unmapped within a step: positions past a length are written again.
-    chosen = jnp.ones(cache.rows, bool) if rows is None else row_mask("rows", rows, cache.rows)
-    length = row_integers("length", length, cache.rows)
-    valid = (length >= 0) & (length <= cache.length)
-    acts = chosen & valid
-    status = jnp.where(chosen & ~valid, Status.NOT_RESERVED, Status.OK).astype(jnp.int32)
-    cache = replace(
-        cache, length=jnp.where(acts, length, cache.length), reserved=jnp.where(acts, length, cache.reserved)
-    )
-    return cache, status
+    return spans.truncate(cache, length, rows)
 
 
 def _start(place: PoolPlace, within: int | Int32[Array, ""]) -> Int32[Array, ""]:
