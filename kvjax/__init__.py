@@ -12,6 +12,7 @@ from kvjax.cache import (
     after,
     attend,
     commit,
+    compact,
     fork,
     pin,
     release,
@@ -22,6 +23,7 @@ from kvjax.cache import (
     write,
 )
 from kvjax.contiguous import ContiguousCache, init_contiguous
+from kvjax.extents import ExtentOptions
 from kvjax.grant import Grant
 from kvjax.layout import physical_slot
 from kvjax.pages import Fault, PageTableError, Status, check_invariants, raise_for_status
@@ -31,6 +33,7 @@ from kvjax.spec import CacheSpec, GroupSpec, TensorSpec
 __all__ = [
     "CacheSpec",
     "ContiguousCache",
+    "ExtentOptions",
     "Fault",
     "Grant",
     "GroupSpec",
@@ -44,6 +47,7 @@ __all__ = [
     "attend",
     "check_invariants",
     "commit",
+    "compact",
     "describe",
     "fork",
     "init",

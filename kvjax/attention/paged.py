@@ -17,6 +17,7 @@ from jaxtyping import Float, Float32, Int32
 from kvjax.attention import xla
 from kvjax.attention.checks import check_if_asked
 from kvjax.attention.tiles import make_tiling, tile_size
+from kvjax.extents import Runs
 from kvjax.grant import Grant
 from kvjax.layout import PoolLayout
 from kvjax.storage import Pool
@@ -35,6 +36,7 @@ def paged_attention(
     pages: Int32[Array, "rows width"],
     page_offset: Int32[Array, ""] | int,
     *,
+    runs: Runs | None = None,
     attention: Attention,
     sinks: Float32[Array, " q_heads"] | None = None,
     scales: Scales | None = None,
@@ -49,6 +51,7 @@ def paged_attention(
       layout: where "k" and "v" stand in it.
       pages: the group's page table.
       page_offset: layer · num_pages, added to each page id.
+      runs: the same pages as runs of adjacent ones, if the cache keeps them.
       attention: scale, window, soft cap.
       sinks: a logit a query head that takes its share of the softmax and gives no value.
       scales: what a quantised pool is multiplied by.

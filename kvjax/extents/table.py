@@ -138,10 +138,11 @@ def make_extent_table(groups: Sequence[ExtentShape], *, rows: int, max_epochs: i
     """
     shapes = [GroupShape(shape.num_pages, shape.page_size, shape.width) for shape in groups]
     table = make_page_table(shapes, rows=rows, max_epochs=max_epochs)
-    return ExtentTable(table, tuple(_make_extents(shape, rows) for shape in groups))
+    return ExtentTable(table, tuple(make_extents(shape, rows) for shape in groups))
 
 
-def _make_extents(shape: ExtentShape, rows: int) -> Extents:
+def make_extents(shape: ExtentShape, rows: int) -> Extents:
+    """The adjacency of one group in which every page is free."""
     num_spans = shape.num_pages // shape.span
     # Every leaf has a buffer of its own: one buffer in two donated leaves would be an error.
     return Extents(
