@@ -7,8 +7,9 @@ of the page table: 16 thousand pages and 16 thousand positions a row, against 4 
 The TPU compiler keeps small arrays in VMEM and gives scatters and gathers to the SparseCore by their size, each with
 other scratch: there the pools are compared with that placement off, for one width of table, and as users compile all
 temporaries must be smaller than one copy of an array of the large pool.
-Each call has 64 rows; a step with all transitions is compiled with 1,024 rows too.  The last case is a step that needs
-its input after changing it, which the gate must refuse.
+Each call has 64 rows; a step with all transitions is compiled with 1,024 rows too, and on extents: what these add to
+the single calls is in `tests.extents.test_in_place`.  The last case is a step that needs its input after changing it,
+which the gate must refuse.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from kvjax.engine.batch import make_decode, make_slots
 from kvjax.engine.burst import decode_burst
 from kvjax.engine.speculation import Drafter, NoDrafts, PromptLookup
 from kvjax.engine.swap_steps import restore_pages, save_pages, unpin_pages
+from kvjax.extents import Moves
 from kvjax.grant import make_grant
 
 SMALL, LARGE = 1 << 14, 1 << 22
@@ -65,6 +67,7 @@ class Case:
     arguments: tuple[Any, ...] = ()
     reads_only: bool = False
     rows: int = ROWS
+    extents: kvjax.ExtentOptions | None = None
 
 
 def cases() -> Iterator[Case]:
@@ -110,6 +113,18 @@ def cases() -> Iterator[Case]:
     many = jax.ShapeDtypeStruct((MANY_ROWS,), "int32")
     beam = (many, tensors(MANY_ROWS), queries(MANY_ROWS))
     yield Case("the same, 1,024 rows", partial(_scan, _beam_step), beam, rows=MANY_ROWS)
+    yield from _extent_cases(tensors(PREFILL), queries(PREFILL), _burst(backing, PromptLookup(tokens=3, seen=64)))
+
+
+def _extent_cases(tensors: Any, q: Any, burst: tuple[Callable, tuple[Any, ...]]) -> Iterator[Case]:
+    """Whole steps on extents, and a compaction with its page copies."""
+    options = kvjax.ExtentOptions(span=32, max_runs=128)  # the same for both pools
+    per_row = jax.ShapeDtypeStruct((ROWS,), "int32")
+    moves = Moves(*(jax.ShapeDtypeStruct((size,), "int32") for size in (ROWS, ROWS, 128, 128, 128)))
+    step = partial(_scan, partial(_life, PREFILL))
+    yield Case("extents: scan of steps", step, (per_row, tensors, q), extents=options)
+    yield Case("extents: burst", *burst, extents=options)
+    yield Case("extents: compact", partial(kvjax.compact, max_pages=MAX_PAGES), (moves,), extents=options)
 
 
 class OneLayer:
@@ -164,11 +179,15 @@ def _two_steps(packed: int, cache: kvjax.KVCache, tokens: Any, tensors: Any, q: 
     return cache, (first, second)
 
 
-def _beam_step(cache: kvjax.KVCache, parent: Any, tensors: Any, q: Any) -> tuple[kvjax.KVCache, Any]:
-    """A decode step, then every transition that rewrites the table it has just read."""
-    cache, out = _step(cache.rows, cache, parent, tensors, q)
+def _life(packed: int, cache: kvjax.KVCache, parent: Any, tensors: Any, q: Any) -> tuple[kvjax.KVCache, Any]:
+    """A step, then every transition that rewrites the table it has just read."""
+    cache, out = _step(packed, cache, parent, tensors, q)
     cache, _ = _lifecycle(cache, parent > 0, parent)
     return cache, out
+
+
+def _beam_step(cache: kvjax.KVCache, parent: Any, tensors: Any, q: Any) -> tuple[kvjax.KVCache, Any]:
+    return _life(cache.rows, cache, parent, tensors, q)
 
 
 def _lifecycle(cache: kvjax.KVCache, mask: Any, parent: Any) -> tuple[kvjax.KVCache, Any]:
@@ -183,11 +202,13 @@ def _scan(step: Callable, cache: kvjax.KVCache, *arguments: Any) -> tuple[kvjax.
     return lax.scan(lambda cache, _: step(cache, *arguments), cache, None, length=STEPS)
 
 
-def cache_shapes(rows: int, num_pages: int, max_context: int, backend: Any) -> kvjax.KVCache:
+def cache_shapes(
+    rows: int, num_pages: int, max_context: int, backend: Any, extents: kvjax.ExtentOptions | None = None
+) -> kvjax.KVCache:
     """The cache as shapes: nothing is allocated."""
     spec = kvjax.CacheSpec.uniform(layers=LAYERS, kv_heads=KV_HEADS, head_dim=DIM)
     build = partial(kvjax.init, spec, rows=rows, num_pages=num_pages, page_size=PAGE_SIZE, max_context=max_context)
-    return jax.eval_shape(partial(build, backend=backend))
+    return jax.eval_shape(partial(build, backend=backend, extents=extents))
 
 
 @dataclass(frozen=True)
@@ -215,7 +236,7 @@ def measure(
     case: Case, compile_for: Compile, backend: Any, *, num_pages: int, max_context: int
 ) -> tuple[bool, int, int]:
     """(the whole cache is aliased, bytes aliased, bytes of temporaries) of one call for one size of cache."""
-    cache = cache_shapes(case.rows, num_pages, max_context, backend)
+    cache = cache_shapes(case.rows, num_pages, max_context, backend, case.extents)
     donate = () if case.reads_only else (0,)
     memory = compile_for(case.function, cache, *case.arguments, donate=donate).memory_analysis()
     whole = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
