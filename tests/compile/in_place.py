@@ -113,7 +113,7 @@ def cases() -> Iterator[Case]:
     many = jax.ShapeDtypeStruct((MANY_ROWS,), "int32")
     beam = (many, tensors(MANY_ROWS), queries(MANY_ROWS))
     yield Case("the same, 1,024 rows", partial(_scan, _beam_step), beam, rows=MANY_ROWS)
-    yield from _extent_cases(tensors(PREFILL), queries(PREFILL), _burst(backing, PromptLookup(tokens=3, seen=64)))
+    yield from _extent_cases(tensors(ROWS), queries(ROWS), _burst(backing, PromptLookup(tokens=3, seen=64)))
 
 
 def _extent_cases(tensors: Any, q: Any, burst: tuple[Callable, tuple[Any, ...]]) -> Iterator[Case]:
@@ -121,8 +121,7 @@ def _extent_cases(tensors: Any, q: Any, burst: tuple[Callable, tuple[Any, ...]])
     options = kvjax.ExtentOptions(span=32, max_runs=128)  # the same for both pools
     per_row = jax.ShapeDtypeStruct((ROWS,), "int32")
     moves = Moves(*(jax.ShapeDtypeStruct((size,), "int32") for size in (ROWS, ROWS, 128, 128, 128)))
-    step = partial(_scan, partial(_life, PREFILL))
-    yield Case("extents: scan of steps", step, (per_row, tensors, q), extents=options)
+    yield Case("extents: steps, beams", partial(_scan, _beam_step), (per_row, tensors, q), extents=options)
     yield Case("extents: burst", *burst, extents=options)
     yield Case("extents: compact", partial(kvjax.compact, max_pages=MAX_PAGES), (moves,), extents=options)
 
@@ -179,15 +178,11 @@ def _two_steps(packed: int, cache: kvjax.KVCache, tokens: Any, tensors: Any, q: 
     return cache, (first, second)
 
 
-def _life(packed: int, cache: kvjax.KVCache, parent: Any, tensors: Any, q: Any) -> tuple[kvjax.KVCache, Any]:
-    """A step, then every transition that rewrites the table it has just read."""
-    cache, out = _step(packed, cache, parent, tensors, q)
+def _beam_step(cache: kvjax.KVCache, parent: Any, tensors: Any, q: Any) -> tuple[kvjax.KVCache, Any]:
+    """A decode step, then every transition that rewrites the table it has just read."""
+    cache, out = _step(cache.rows, cache, parent, tensors, q)
     cache, _ = _lifecycle(cache, parent > 0, parent)
     return cache, out
-
-
-def _beam_step(cache: kvjax.KVCache, parent: Any, tensors: Any, q: Any) -> tuple[kvjax.KVCache, Any]:
-    return _life(cache.rows, cache, parent, tensors, q)
 
 
 def _lifecycle(cache: kvjax.KVCache, mask: Any, parent: Any) -> tuple[kvjax.KVCache, Any]:
