@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from kvjax.extents.table import Extents, Runs
@@ -46,7 +47,7 @@ def _listed(runs: Sequence[np.ndarray], extent: Extents) -> Runs:
     starts, ends = (np.zeros(extent.runs.starts.shape, np.int32) for _ in range(2))
     for row, mine in enumerate(runs):
         starts[row, : len(mine)], ends[row, : len(mine)] = mine.T
-    return Runs(starts, ends, np.array([len(mine) for mine in runs], np.int32))
+    return Runs(jnp.asarray(starts), jnp.asarray(ends), jnp.array([len(mine) for mine in runs], jnp.int32))
 
 
 def _placed(runs: Runs, group: GroupPages, extent: Extents) -> Extents:
@@ -63,12 +64,12 @@ def _placed(runs: Runs, group: GroupPages, extent: Extents) -> Extents:
     span_place[whole] = np.arange(len(whole))
     found = Extents(
         runs=runs,
-        place=place,
-        span_free=span_free,
-        spans=spans,
-        span_place=span_place,
-        span_head=np.int32(0),
-        span_tail=np.int32(len(whole)),
+        place=jnp.asarray(place),
+        span_free=jnp.asarray(span_free),
+        spans=jnp.asarray(spans),
+        span_place=jnp.asarray(span_place),
+        span_head=jnp.int32(0),
+        span_tail=jnp.int32(len(whole)),
         span=extent.span,
     )
     return jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), found, extent)

@@ -99,8 +99,8 @@ def load(
         raise CacheFileError(path, "table.length", f"is {_row_lengths(table)}; the descriptor has {descriptor.tokens}")
     live = [np.flatnonzero(np.asarray(group.refcount)).astype(np.int32) for group in table.groups]
     _check_lengths(path, cache, container, live)
-    found = None if cache.extents is None else find_extents(table, cache.extents)
-    return replace(cache, table=table, extents=found, pools=_filled(cache, container, live))
+    adjacent = None if cache.extents is None else find_extents(table, cache.extents)
+    return replace(cache, table=table, extents=adjacent, pools=_filled(cache, container, live))
 
 
 def _check_describes(cache: KVCache, descriptor: Descriptor) -> None:

@@ -118,7 +118,8 @@ def cases() -> Iterator[Case]:
 
 def _extent_cases(tensors: Any, q: Any, burst: tuple[Callable, tuple[Any, ...]]) -> Iterator[Case]:
     """Whole steps on extents, and a compaction with its page copies."""
-    options = kvjax.ExtentOptions(span=32, max_runs=128)  # the same for both pools
+    # The same for both pools; of so short a span that on TPU the arrays of spans are no small ones in either.
+    options = kvjax.ExtentOptions(span=4, max_runs=128)
     per_row = jax.ShapeDtypeStruct((ROWS,), "int32")
     moves = Moves(*(jax.ShapeDtypeStruct((size,), "int32") for size in (ROWS, ROWS, 128, 128, 128)))
     yield Case("extents: steps, beams", partial(_scan, _beam_step), (per_row, tensors, q), extents=options)
