@@ -48,6 +48,7 @@ def serve(
     2 KiB a token: two layers of two heads, K and V of 64 floats.
     """
     import kvjax
+    from kvjax.pages import raise_for_status
     from kvjax.virtual import VirtualSpace
 
     spec = kvjax.CacheSpec.uniform(layers=2, kv_heads=2, head_dim=64, dtype="float32")
@@ -62,10 +63,8 @@ def serve(
     for wanted in (first, lengths):
         if wanted is lengths and shared:
             for row in range(1, rows):
-                if status := space.alias(0, row, shared):
-                    raise RuntimeError(f"row {row} was refused its prefix: {status!r}")
-        if (status := space.step(wanted)).any():
-            raise RuntimeError(f"rows were refused memory: {status}")
+                raise_for_status(space.alias(0, row, shared), operation="sharing the prefix")
+        raise_for_status(space.step(wanted), operation="step")
         _write(space, wanted)
         space.commit()
     space.settle()
