@@ -77,9 +77,8 @@ class Server:
         if self.prefix:
             parent[list(parents)] = list(parents.values())
         length[list(lengths)] = list(lengths.values())
-        self.table, status = self._turn(
-            self.table, jnp.isin(jnp.arange(ROWS + 1), jnp.array([*gone, -1])), parent, length
-        )
+        leaves = np.isin(np.arange(ROWS + 1), list(gone))
+        self.table, status = self._turn(self.table, leaves, parent, length)
         pages.raise_for_status(status, operation="a turn of the trace")
 
     def _of_rows(self) -> Iterator[np.ndarray]:

@@ -107,7 +107,7 @@ def measure(shape: Shape, page_groups: list[int], steps: int, progress: Callable
     subjects: dict[str, Paged | Virtual] = {
         "contiguous": Paged(contiguous, shape),
         "paged": Paged(of_pages(), shape),
-        "extents": Paged(of_pages(extents=kvjax.ExtentOptions()), shape),
+        "extents": Paged(of_pages(extents=kvjax.extents.ExtentOptions()), shape),
     }
     subjects |= {name_of(size): Virtual(shape, size, tokens) for size in page_groups}
     outputs = {}

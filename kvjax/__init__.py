@@ -23,7 +23,6 @@ from kvjax.cache import (
     write,
 )
 from kvjax.contiguous import ContiguousCache, init_contiguous
-from kvjax.extents import ExtentOptions
 from kvjax.grant import Grant
 from kvjax.layout import physical_slot
 from kvjax.pages import Fault, PageTableError, Status, check_invariants, raise_for_status
@@ -33,7 +32,6 @@ from kvjax.spec import CacheSpec, GroupSpec, TensorSpec
 __all__ = [
     "CacheSpec",
     "ContiguousCache",
-    "ExtentOptions",
     "Fault",
     "Grant",
     "GroupSpec",

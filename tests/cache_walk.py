@@ -196,7 +196,7 @@ def make_cache(
     rows: int = ROWS,
     *,
     side_tensor: bool = True,
-    extents: kvjax.ExtentOptions | None = None,
+    extents: kvjax.extents.ExtentOptions | None = None,
 ) -> kvjax.KVCache:
     tensors = [TensorSpec("k", KV_HEADS, DIM, "float32"), TensorSpec("v", KV_HEADS, DIM, "float32")]
     if side_tensor:

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import CacheSpec, ExtentOptions, GroupSpec, TensorSpec
+from kvjax import CacheSpec, GroupSpec, TensorSpec
 from kvjax.attention import Scales
+from kvjax.extents import ExtentOptions
 from pallas_kernels.hardware import H200, TPU_V6E
 from tests.cache_walk import DIM, KV_HEADS, LAYERS, Q_HEADS, ROWS, CacheWalk, K, Q, V
 from tests.cache_walk import make_cache as make_cache_with

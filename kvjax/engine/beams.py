@@ -181,7 +181,7 @@ class BeamSearch:
         max_context: int,
         chunk: int = 64,
         backend: kvjax.cache.Backend | None = None,
-        extents: kvjax.ExtentOptions | None = None,
+        extents: kvjax.extents.ExtentOptions | None = None,
     ):
         chunk = static_size("chunk", chunk)
         self._model = model

@@ -38,7 +38,7 @@ class ExtentBacking(PagedBacking):
       mean_runs: the engine moves pages together when the rows that hold any lie in more runs than this on the average.
     """
 
-    extents: kvjax.ExtentOptions = field(default_factory=kvjax.ExtentOptions)
+    extents: kvjax.extents.ExtentOptions = field(default_factory=kvjax.extents.ExtentOptions)
     mean_runs: float = 4.0
 
     def init(self, spec: CacheSpec, rows: int) -> kvjax.KVCache:

@@ -70,7 +70,7 @@ class Case:
     arguments: tuple[Any, ...] = ()
     reads_only: bool = False
     rows: int = ROWS
-    extents: kvjax.ExtentOptions | None = None
+    extents: kvjax.extents.ExtentOptions | None = None
     small: int = SMALL
 
 
@@ -122,7 +122,7 @@ def cases() -> Iterator[Case]:
 
 def _extent_cases(lifecycle: tuple[Any, ...], burst: tuple[Callable, tuple[Any, ...]]) -> Iterator[Case]:
     """Transitions and a burst in a loop, and a compaction with its page copies, on extents."""
-    options = kvjax.ExtentOptions(span=32, max_runs=128)  # the same for both pools
+    options = kvjax.extents.ExtentOptions(span=32, max_runs=128)  # the same for both pools
     moves = Moves(*(jax.ShapeDtypeStruct((size,), "int32") for size in (ROWS, ROWS, 128, 128, 128)))
     extents = partial(Case, extents=options, small=SMALL_OF_EXTENTS)
     yield extents("extents: lifecycles", partial(_scan, _lifecycle), lifecycle)
@@ -202,7 +202,7 @@ def _scan(step: Callable, cache: kvjax.KVCache, *arguments: Any) -> tuple[kvjax.
 
 
 def cache_shapes(
-    rows: int, num_pages: int, max_context: int, backend: Any, extents: kvjax.ExtentOptions | None = None
+    rows: int, num_pages: int, max_context: int, backend: Any, extents: kvjax.extents.ExtentOptions | None = None
 ) -> kvjax.KVCache:
     """The cache as shapes: nothing is allocated."""
     spec = kvjax.CacheSpec.uniform(layers=LAYERS, kv_heads=KV_HEADS, head_dim=DIM)

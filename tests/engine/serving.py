@@ -7,8 +7,8 @@ from functools import cache
 
 import numpy as np
 
-from kvjax import ExtentOptions
 from kvjax.engine import Backing, ContiguousBacking, Engine, ExtentBacking, PagedBacking, Request, Result
+from kvjax.extents import ExtentOptions
 from tests.engine.tiny_model import CONTEXT, VOCABULARY, TinyModel, reference_tokens
 from tests.margins import assert_equal_tokens, compare_tokens
 

@@ -70,7 +70,7 @@ def test_beams_share_part_and_are_permuted():
     """The same hypotheses as on pages alone."""
     options = BeamOptions(num_beams=3, max_new_tokens=8, eos=(7,))
     found = []
-    for side_by_side in (None, kvjax.ExtentOptions(span=2)):
+    for side_by_side in (None, kvjax.extents.ExtentOptions(span=2)):
         beams = BeamSearch(model(), rows=6, num_pages=40, page_size=4, max_context=96, chunk=16, extents=side_by_side)
         found.append([[one.tokens for one in result.hypotheses] for result in beams.run(PROMPTS[:2], options).results])
     assert found[0] == found[1] and all(found[0])

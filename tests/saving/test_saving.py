@@ -334,7 +334,7 @@ def test_extents_are_found_again_from_the_table(tmp_path):
     """Saved with extents and loaded with them, or without, or the other way round: the same pages in the same runs."""
     spec = kvjax.CacheSpec.uniform(layers=1, kv_heads=1, head_dim=8, dtype="float32")
     build = partial(kvjax.init, spec, rows=3, num_pages=21, page_size=2, max_context=16, backend="xla")
-    options = kvjax.ExtentOptions(span=1)
+    options = kvjax.extents.ExtentOptions(span=1)
     cache = jax.jit(half_served)(build(extents=options))
     descriptor = kvjax.describe(cache, [range(9), (), ()], **contract())
     kvjax.save(cache, tmp_path / "extents.kv", descriptor)
@@ -347,7 +347,7 @@ def test_extents_are_found_again_from_the_table(tmp_path):
     plain = kvjax.load(tmp_path / "extents.kv", descriptor, backend="xla")
     assert plain.extents is None and kvjax.check_invariants(plain.table) == []
     with pytest.raises(ValueError, match=r"max_runs=1; pass ExtentOptions\(max_runs=2\)"):
-        few = kvjax.ExtentOptions(span=1, max_runs=1)
+        few = kvjax.extents.ExtentOptions(span=1, max_runs=1)
         kvjax.load(tmp_path / "extents.kv", descriptor, backend="xla", extents=few)
 
 
