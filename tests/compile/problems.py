@@ -7,7 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.arguments import HEAD_DIMS, PAGE_SIZES, QUANTISED_DTYPES, QUERY_DTYPES, Attention, Scales, Tiles
+from pallas_kernels.arguments import HEAD_DIMS, PAGE_SIZES, QUANTISED_DTYPES, QUERY_DTYPES
+from pallas_kernels.arguments import Attention, Runs, Scales, Tiles
 
 struct = jax.ShapeDtypeStruct
 
@@ -55,6 +56,11 @@ class Problem:
             struct((q_heads,), jnp.float32) if self.sinks else None,
             None if scale is None else Scales(scale, scale),
         )
+
+    def shapes_in_runs(self, lane_multiple: int) -> tuple[Any, ...]:
+        """The same with runs in place of pages, as many of them as there are pages at worst."""
+        q, pool, pages, *rest = self.shapes(lane_multiple)
+        return q, pool, Runs(pages, pages, struct(pages.shape[:1], jnp.int32)), *rest
 
     def __str__(self) -> str:
         """What differs from the defaults."""
