@@ -59,15 +59,6 @@ class TileRefs:
         return start, Span(span.kept, span.first, end)
 
 
-def pages_are_adjacent(source: Ref) -> bool:
-    """Whether the pages of a source lie one after the other in HBM, so that several can be one copy.
-
-    Arrays lie there in tiles of 8 rows by 128 lanes: the pages of a pool are whole tiles, but where pages are rows, as
-    those of scales, and wider than a tile, eight of them are interleaved.
-    """
-    return len(source.shape) > 2 or source.shape[1] == LANES
-
-
 @dataclass(frozen=True)
 class BlockStream(ABC):
     """The blocks of a core's tiles, in order. All its state lives in the references it holds.
@@ -97,6 +88,15 @@ class BlockStream(ABC):
             pltpu.SemaphoreType.DMA((buffers,)),
             TableSlices.scratch(tables),
         ]
+
+    @staticmethod
+    def pages_are_adjacent(source: Ref) -> bool:
+        """Whether the pages of a source lie one after the other in HBM, so that several can be one copy.
+
+        Arrays lie there in tiles of 8 rows by 128 lanes: the pages of a pool are whole tiles, but where pages are rows,
+        as those of scales, and wider than a tile, eight of them are interleaved.
+        """
+        return len(source.shape) > 2 or source.shape[1] == LANES
 
     @property
     def page_size(self) -> int:
@@ -208,7 +208,7 @@ class BlockStream(ABC):
         """Of each source, the copies of `count` physical pages from `page` on to the places from `index` on."""
         arrived = self.block_arrived.at[buffer]
         for source, ring in zip(self.sources, self.rings, strict=True):
-            if pages_are_adjacent(source):
+            if self.pages_are_adjacent(source):
                 pages, places = pl.ds(page, count), pl.ds(index, count)
                 yield pltpu.make_async_copy(source.at[pages], ring.at[buffer, places], arrived)
             else:
