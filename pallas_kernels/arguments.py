@@ -116,7 +116,8 @@ def check_arguments(
 ) -> None:
     """Raises ValueError, saying what to change, unless shapes, dtypes and sizes are what the kernels take.
 
-    `pages` is where the pages of rows are, one by one or run by run. `lane_multiple` is what the last axis of the pool is rounded up to on this backend.
+    `pages` is where the pages of rows are, one by one or run by run; `lane_multiple` is what the last axis of the pool
+    is rounded up to on this backend.
     """
     if q.ndim != 4 or pool.ndim != 4:
         raise ValueError(

@@ -7,7 +7,7 @@ differ in: `page_stream` has a table of page ids, `extent_stream` lists of runs.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -204,31 +204,33 @@ class BlockStream(ABC):
         def send_for_next_slice():
             self.slices.send_for(self.tiles.row[next_tile], next_slice)
 
-    def _copies(self, page: Scalar, buffer: Scalar, index: Scalar, count: int) -> Iterator[Any]:
-        """Of each source, the copies of `count` physical pages from `page` on to the places from `index` on."""
-        arrived = self.block_arrived.at[buffer]
+    def _start(self, page: Scalar, buffer: Scalar, index: Scalar, count: Scalar) -> None:
+        """Starts the copies of `count` physical pages from `page` on to the places from `index` on."""
         for source, ring in zip(self.sources, self.rings, strict=True):
             if self.pages_are_adjacent(source):
-                pages, places = pl.ds(page, count), pl.ds(index, count)
-                yield pltpu.make_async_copy(source.at[pages], ring.at[buffer, places], arrived)
-            else:
-                for each in range(count):
-                    yield pltpu.make_async_copy(source.at[page + each], ring.at[buffer, index + each], arrived)
+                self._start_copy(source.at[pl.ds(page, count)], ring.at[buffer, pl.ds(index, count)], buffer)
+                continue
 
-    def _start(self, page: Scalar, buffer: Scalar, index: Scalar, count: int) -> None:
-        for copy in self._copies(page, buffer, index, count):
-            copy.start()
+            def start_row(each, source=source, ring=ring):
+                self._start_copy(source.at[page + each], ring.at[buffer, index + each], buffer)
+
+            _for_each(count, start_row)
+
+    def _start_copy(self, source: Ref, place: Ref, buffer: Scalar) -> None:
+        pltpu.make_async_copy(source, place, self.block_arrived.at[buffer]).start()
 
     def _wait(self, tile: Scalar, block: Scalar, buffer: Scalar) -> None:
-        # A wait counts bytes: whichever page is named, and a whole block at once if all its pages come.
+        # A wait counts bytes, wherever they come from: of a whole block at once if all its pages come.
+        def wait_for(place):
+            pltpu.make_async_copy(place, place, self.block_arrived.at[buffer]).wait()
+
         def wait_for_page(index):
-            for copy in self._copies(0, buffer, index, 1):
-                copy.wait()
+            for ring in self.rings:
+                wait_for(ring.at[buffer, index])
 
         def wait_for_block():
             for ring in self.rings:
-                whole = ring.at[buffer]
-                pltpu.make_async_copy(whole, whole, self.block_arrived.at[buffer]).wait()
+                wait_for(ring.at[buffer])
 
         self._for_pages(tile, block, wait_for_page, wait_for_block)
 
@@ -267,3 +269,12 @@ class BlockStream(ABC):
         tile = lax.while_loop(idle, lambda tile: tile + 1, tile)
         start, _ = self.blocks(jnp.maximum(jnp.minimum(tile, self.tiles.end - 1), 0))
         return tile, start
+
+
+def _for_each(count: Scalar, act: Callable[[Scalar], None]) -> None:
+    """`act` on each number below `count`, in a loop unless it is static."""
+    if isinstance(count, int):
+        for each in range(count):
+            act(each)
+    else:
+        lax.fori_loop(0, count, lambda each, _: act(each), None)

@@ -38,10 +38,10 @@ def extent_attention(
         copy of them.
       page_offset: layer × pages per layer.
 
-    A block whose pages all lie in one run, and all are seen, is one copy from HBM (and one for each of its rows of
-    scales). Where a run ends inside of it, or what the tile sees does, each piece takes as many copies as the number of
-    its pages has ones in binary. Cost beside that: each tile walks the runs of its row from the first one on, a few
-    scalar instructions a run, and one small copy for each 128 runs.
+    A block whose pages all lie in one run, and are all seen, is one copy from HBM; one that lies in several, or is seen
+    in part, is one for each stretch of adjacent pages that are seen. Scales per token come by as many copies more, or,
+    where a page has more than 128 of them, by one a page. Cost beside that of `paged_attention`: each tile walks the
+    runs of its row from the first one on, some 20 instructions a run and a small copy for each 128.
 
     Raises ValueError for shapes, dtypes and sizes that the kernel does not take, NotImplementedError for a pool of
     float16.

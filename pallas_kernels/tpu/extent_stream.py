@@ -23,7 +23,7 @@ RUN, RUN_END, RUN_SHIFT = range(BlockStream.position_words, BlockStream.position
 
 @dataclass(frozen=True)
 class ExtentStream(BlockStream):
-    """`tables` are the first physical page of each run and the logical page at which it ends; `lengths`, their number."""
+    """`tables` are the physical page at which a run begins and the logical one at which it ends; `lengths`, num_runs."""
 
     position_words: ClassVar[int] = BlockStream.position_words + 3
 
@@ -42,23 +42,11 @@ class ExtentStream(BlockStream):
                 run_end, shift = self._reach(tile, page)
                 seen_until = jnp.where(page < pages.kept, pages.kept, pages.end)
                 until = jnp.minimum(jnp.minimum(seen_until, run_end), end)
-                self._start_pages(shift + page, buffer, page - start, until - page)
+                self._start(shift + page, buffer, page - start, until - page)
                 return pages.after(until - 1)
 
             first, last = pages.after(start - 1), jnp.minimum(pages.end, end)
             lax.while_loop(lambda page: page < last, start_piece, first)
-
-    def _start_pages(self, page: Scalar, buffer: Scalar, index: Scalar, count: Scalar) -> None:
-        """Starts the copies of adjacent pages: as few as there are ones in `count`, whose sizes are static."""
-        size = self.pages_per_block
-        while size:
-            before = count & -(2 * size)
-
-            @pl.when((count & size) != 0)
-            def start(size=size, before=before):
-                self._start(page + before, buffer, index + before, size)
-
-            size //= 2
 
     def _enter_tile(self) -> None:
         self.position[RUN] = -1

@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass
 
+from jax.experimental import pallas as pl
+
 from pallas_kernels.tpu.block_stream import BlockStream
 from pallas_kernels.tpu.spans import Scalar, down
 from pallas_kernels.tpu.table_slices import SLICE
-from jax.experimental import pallas as pl
 
 
 @dataclass(frozen=True)

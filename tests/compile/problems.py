@@ -7,8 +7,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.arguments import HEAD_DIMS, PAGE_SIZES, QUANTISED_DTYPES, QUERY_DTYPES
-from pallas_kernels.arguments import Attention, Runs, Scales, Tiles
+from pallas_kernels.arguments import (
+    HEAD_DIMS,
+    PAGE_SIZES,
+    QUANTISED_DTYPES,
+    QUERY_DTYPES,
+    Attention,
+    Runs,
+    Scales,
+    Tiles,
+)
 
 struct = jax.ShapeDtypeStruct
 
