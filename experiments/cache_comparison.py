@@ -1,10 +1,11 @@
-"""Which cache when: paged, virtual and contiguous, by the time of a decode step and by the memory that traces hold.
+"""Which cache when: paged, on extents, virtual and contiguous, by the time of a decode step and by what traces hold.
 
     python -m experiments.cache_comparison [--json out/caches.json] [--png out/caches.png]
 
 Steps (`cache_steps`) are timed in turns on the same lengths.  Traces (`cache_traces`) follow requests with the lengths
-of short chats, long documents and both, with a shared prefix and without, for each page-group size.  Linux, CPU; about
-three minutes on two cores.
+of short chats, long documents and both, with a shared prefix and without, for each page-group size; extents hold what
+pages hold, and are measured by the runs that rows fall into (`cache_extents`).  Linux, CPU; a few minutes on two
+cores.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from typing import Any
 from absl import app, flags
 from tqdm import tqdm
 
-from experiments import cache_steps, cache_traces
+from experiments import cache_extents, cache_steps, cache_traces
+from experiments.cache_extents import ALLOCATORS
 from experiments.cache_steps import Shape, name_of
 from experiments.cache_traces import BURST, LENGTHS, PAGE_TOKENS
 from experiments.figures import write_figures
@@ -59,13 +61,32 @@ def print_traces(records: Sequence[dict[str, Any]]) -> None:
         )
 
 
-def draw(path: str, steps: Sequence[dict[str, Any]], traces: Sequence[dict[str, Any]]) -> None:
-    """Above, waste over time for each kind of trace; below, the time of a step against the contiguous cache's."""
+def print_runs(records: Sequence[dict[str, Any]]) -> None:
+    print(
+        f"\n{'trace':32s} {'allocator':>16} {'pages':>6} {'mapped':>7} {'pages/row':>9} {'runs/row':>8} {'most':>6} "
+        f"{'compactions':>11} {'moved MiB':>9} {'runs of all rows':>16}"
+    )
+    for one in records:
+        gain = f"{one['runs_before']:.0f} → {one['runs_after']:.0f}" if one["compactions"] else ""
+        print(
+            f"{_title(one):32s} {one['allocator']:>16} {one['num_pages']:>6} {one['filled']:>7.0%} "
+            f"{one['pages_a_row']:>9.0f} {one['mean_runs']:>8.1f} {one['most_runs']:>6.1f} {one['compactions']:>11} "
+            f"{one['moved_bytes'] / 2**20:>9.0f} {gain:>16}"
+        )
+
+
+def draw(
+    path: str,
+    steps: Sequence[dict[str, Any]],
+    traces: Sequence[dict[str, Any]],
+    runs: Sequence[dict[str, Any]],
+) -> None:
+    """Waste over time for each kind of trace; runs a row over time; the time of a step, the contiguous cache's 1."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(13, 8), layout="constrained")
-    above, below = figure.subfigures(2, 1, squeeze=False)[:, 0]
+    figure = Figure(figsize=(13, 12), layout="constrained")
+    above, middle, below = figure.subfigures(3, 1, squeeze=False)[:, 0]
     panels = above.subplots(1, len(LENGTHS))
     for axes, lengths in zip(panels, LENGTHS, strict=True):
         chosen = [one for one in traces if one["lengths"] == lengths.name and not one["shared_prefix"]]
@@ -76,6 +97,13 @@ def draw(path: str, steps: Sequence[dict[str, Any]], traces: Sequence[dict[str, 
             axes.plot(_waste(one["series"], "virtual"), label=name_of(one["page_group_bytes"]))
         axes.set(title=lengths.name, xlabel=f"bursts of {BURST} tokens", ylabel="needed but not used", ylim=(0, 1))
     panels[1].legend(fontsize="small", loc="upper right")
+    panels = middle.subplots(1, len(LENGTHS))
+    for axes, lengths in zip(panels, LENGTHS, strict=True):
+        for one in runs:
+            if one["lengths"] == lengths.name and not one["shared_prefix"]:
+                axes.plot(one["series"], label=one["allocator"])
+        axes.set(xlabel=f"bursts of {BURST} tokens", ylabel="runs a row", ylim=(0, None))
+    panels[1].legend(fontsize="small")
     axes = below.subplots()
     shapes = list(dict.fromkeys((one["rows"], one["context"]) for one in steps))
     caches = list(dict.fromkeys(one["cache"] for one in steps))
@@ -96,20 +124,25 @@ def main(argv: Sequence[str]) -> None:
     groups = [int(size) << 10 for size in PAGE_GROUPS.value]
     shapes = [Shape(*map(int, text.split("x"))) for text in SHAPES.value]
     settings = [(lengths, size, shared) for lengths in LENGTHS for shared in (False, True) for size in groups]
-    total = len(settings) + len(shapes) * (2 + len(groups))
-    steps, traces = [], []
+    churns = [(lengths, shared, name) for lengths in LENGTHS for shared in (False, True) for name in ALLOCATORS]
+    total = len(settings) + len(churns) + len(shapes) * (3 + len(groups))
+    steps, traces, runs = [], [], []
     with tqdm(total=total, file=sys.stderr, disable=not sys.stderr.isatty()) as bar:
         for shape in shapes:
             steps += cache_steps.measure(shape, groups, STEPS.value, bar.update)
         for lengths, size, shared in settings:
             traces.append(cache_traces.follow(lengths, page_group_bytes=size, shared=shared, turns=TURNS.value))
             bar.update()
+        for lengths, shared, allocator in churns:
+            runs.append(cache_extents.churn(lengths, allocator, shared=shared, turns=TURNS.value))
+            bar.update()
     print_steps(steps)
     print_traces(traces)
+    print_runs(runs)
     if JSON.value:
-        write_figures(JSON.value, steps=steps, traces=traces)
+        write_figures(JSON.value, steps=steps, traces=traces, runs=runs)
     if PNG.value:
-        draw(PNG.value, steps, traces)
+        draw(PNG.value, steps, traces, runs)
 
 
 def _title(trace: dict[str, Any]) -> str:

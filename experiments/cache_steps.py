@@ -1,4 +1,4 @@
-"""Decode steps on a paged, a virtual and a contiguous cache: the same tokens, lengths and arithmetic.
+"""Decode steps on a paged cache, on extents, on a virtual and a contiguous one: the same tokens and arithmetic.
 
 A step appends one token to every row and attends to all of it, layer after layer, without a model around.  Time is that
 of the whole step as the host sees it, for a virtual space with `step` and `commit`.
@@ -103,8 +103,12 @@ def measure(shape: Shape, page_groups: list[int], steps: int, progress: Callable
     tokens = shape.context + WARM_UP + steps
     pages = shape.rows * -(-tokens // PAGE_TOKENS)
     contiguous = kvjax.init_contiguous(SPEC, rows=shape.rows, max_context=tokens)
-    paged = kvjax.init(SPEC, rows=shape.rows, num_pages=pages, page_size=PAGE_TOKENS, max_context=tokens)
-    subjects: dict[str, Paged | Virtual] = {"contiguous": Paged(contiguous, shape), "paged": Paged(paged, shape)}
+    of_pages = partial(kvjax.init, SPEC, rows=shape.rows, num_pages=pages, page_size=PAGE_TOKENS, max_context=tokens)
+    subjects: dict[str, Paged | Virtual] = {
+        "contiguous": Paged(contiguous, shape),
+        "paged": Paged(of_pages(), shape),
+        "extents": Paged(of_pages(extents=kvjax.extents.ExtentOptions()), shape),
+    }
     subjects |= {name_of(size): Virtual(shape, size, tokens) for size in page_groups}
     outputs = {}
     for name, subject in subjects.items():

@@ -8,7 +8,9 @@ need, for the next request or ahead of time, is counted apart: it is given up wh
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import jax.numpy as jnp
@@ -47,20 +49,27 @@ LENGTHS = (
 )
 
 
-@dataclass
-class _Live:
-    """A request in a row."""
+def trace(lengths: Lengths, *, prefix: int, turns: int) -> Iterator[dict[int, int]]:
+    """Tokens of every live request after each turn, by its number.
 
-    length: int
-    end: int
+    A turn lets those leave that are done, lengthens the rest by a burst and fills the free rows with new requests,
+    which all begin with `prefix` tokens.
+    """
+    random, number = np.random.default_rng(0), count()
+    live: dict[int, tuple[int, int]] = {}
+    for _ in range(turns):
+        live = {one: (min(now + BURST, end), end) for one, (now, end) in live.items() if now < end}
+        while len(live) < ROWS:
+            prompt, output = lengths.draw(random)
+            live[next(number)] = (prefix + prompt, prefix + prompt + output)
+        yield {one: now for one, (now, _) in live.items()}
 
 
 def follow(lengths: Lengths, *, page_group_bytes: int, shared: bool, turns: int) -> dict[str, Any]:
     """Serves one trace for `turns` bursts; what each cache held after each, and what the mapping cost.
 
-    A turn fills free rows with new requests, all with the shared prefix or none, and lengthens the rest by a burst.
+    The requests all have the shared prefix, or none has.
     """
-    random = np.random.default_rng(0)
     space = VirtualSpace(
         SPEC,
         rows=ROWS + 1,
@@ -70,27 +79,22 @@ def follow(lengths: Lengths, *, page_group_bytes: int, shared: bool, turns: int)
         lookahead=BURST,
     )
     prefix = PREFIX_TOKENS if shared else 0
-    live: dict[int, _Live] = {}
     holder = _fill_prefix(space, prefix) if shared else None
     series: dict[str, list[float]] = {"useful": [], "virtual": [], "mapped": [], "paged": [], "contiguous": []}
+    rows: dict[int, int] = {}
     tokens = 0
-    for _ in range(turns):
-        for row, request in list(live.items()):
-            if request.length == request.end:
-                space.release(row)
-                del live[row]
-        for request in live.values():
-            request.length = min(request.length + BURST, request.end)
-        while len(live) < ROWS:
-            prompt, output = lengths.draw(random)
-            admitted = space.admit(prefix + prompt, shared=prefix)
+    for live in trace(lengths, prefix=prefix, turns=turns):
+        for gone in rows.keys() - live.keys():
+            space.release(rows.pop(gone))
+        for new in live.keys() - rows.keys():
+            admitted = space.admit(live[new], shared=prefix)
             assert admitted is not None
             if holder is not None and space.alias(holder, admitted, prefix) != Status.OK:
                 raise RuntimeError("the prefix could not be shared")
-            live[admitted] = _Live(prefix + prompt, prefix + prompt + output)
+            rows[new] = admitted
         wanted = np.zeros(ROWS + 1, np.int64)
-        for row, request in live.items():
-            wanted[row] = request.length
+        for request, row in rows.items():
+            wanted[row] = live[request]
         before = int(space.length.sum())
         status = space.step(wanted)
         if np.any(status):
@@ -99,7 +103,7 @@ def follow(lengths: Lengths, *, page_group_bytes: int, shared: bool, turns: int)
         space.commit()
         space.settle()
         tokens += int(space.length.sum()) - before
-        _record(series, space, [one.length for one in live.values()], prefix)
+        _record(series, space, list(live.values()), prefix)
     counters = space.figures().counters
     space.close()
     calls = counters.map_calls + counters.unmap_calls

@@ -23,9 +23,9 @@ import numpy as np
 from absl import app, flags
 
 from experiments.figures import write_figures
+from kvjax import extents as E
 from kvjax import pages
-from kvjax.virtual import extents as E
-from kvjax.virtual.extents.planning import number_of_runs
+from kvjax.extents.planning import number_of_runs
 
 MIX = flags.DEFINE_list("mix", ["short", "long", "mixed"], "Length distributions: short, long, mixed.")
 SPAN = flags.DEFINE_list("span", ["8", "32"], "Pages a span.")
@@ -47,11 +47,10 @@ def lengths(mix: str, random: np.random.Generator) -> tuple[int, int]:
 
 @dataclass
 class Server:
-    """Rows of requests on one allocator, `module` being `kvjax.pages` or `kvjax.virtual.extents`."""
+    """Rows of requests on one allocator, `module` being `kvjax.pages` or `kvjax.extents`."""
 
     table: Any
     module: ModuleType
-    bounds: dict[str, int]
     mix: str
     random: np.random.Generator
     left: np.ndarray
@@ -69,7 +68,7 @@ class Server:
         self.waiting: tuple[int, int] | None = None
 
     def _advance(self, table: Any) -> Any:
-        return self.module.advance(table, getattr(table, "table", table).epoch, **self.bounds)
+        return self.module.advance(table, getattr(table, "table", table).epoch)
 
     @property
     def pages(self) -> pages.PageTable:
@@ -128,10 +127,10 @@ def churn(mix: str, span: int | None, *, rows: int, load: float, steps: int, see
     num_pages, width = pool_pages(mix, rows, load), -(-17_000 // PAGE_SIZE)
     if span is None:
         shape = pages.GroupShape(num_pages, PAGE_SIZE, width)
-        server = partial(Server, pages.make_page_table([shape], rows=rows), pages, {})
+        server = partial(Server, pages.make_page_table([shape], rows=rows), pages)
     else:
         extent = E.ExtentShape(num_pages, PAGE_SIZE, width, max_runs=MAX_RUNS, span=span)
-        server = partial(Server, E.make_extent_table([extent], rows=rows), E, {"max_pages": 1 << 12})
+        server = partial(Server, E.make_extent_table([extent], rows=rows), E)
     running = server(mix, np.random.default_rng(seed), np.full(rows, -1), np.zeros(rows, int))
     for step in range(steps):
         running.step()

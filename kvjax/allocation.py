@@ -13,6 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from kvjax import pages
 from kvjax.attention.paged import Backend, choose_backend
 from kvjax.cache import KVCache
+from kvjax.extents import ExtentOptions, ExtentShape, make_extents
 from kvjax.inputs import INT32_MAX, static_size
 from kvjax.layout import TPU_LANES, PageLayout, PoolLayout, canonical_layout
 from kvjax.pages import GroupShape
@@ -33,6 +34,7 @@ def init(
     backend: Backend | None = None,
     mesh: Mesh | None = None,
     shardings: PartitionSpec | None = None,
+    extents: ExtentOptions | None = None,
 ) -> KVCache:
     """An empty cache; its pools are zeroed on the device.
 
@@ -47,9 +49,12 @@ def init(
       mesh: devices to spread the pools over.  Aliasing under donation needs shardings from the start.
       shardings: how a pool `[layers · pages, heads, page_size, lanes]` lies on the mesh; heads over its last axis if
         None.  Only heads may be split.
+      extents: keep the pages of a row side by side as far as that goes (`kvjax.extents`), so that a kernel may copy
+        whole runs; None takes pages as they come.
 
     Raises:
-      ValueError: a size below 1, or sizes that do not fit 32-bit positions, or heads the mesh does not divide.
+      ValueError: a size below 1, a span larger than a pool, sizes that do not fit 32-bit positions, or heads the mesh
+        does not divide.
       NotImplementedError: sliding-window groups, what the chosen kernels do not take, or kernels over a mesh; the
         message says what to use instead.
     """
@@ -82,7 +87,11 @@ def init(
         width = -(-max_context // size)
         # The TPU kernel reads the table in slices of whole lanes and would copy a table of another width.
         shapes.append(GroupShape(number, size, -(-width // TPU_LANES) * TPU_LANES if on_tpu else width))
-    build = partial(_build, spec, layouts, tuple(shapes), rows, max_epochs, backend)
+    extent_shapes = None
+    if extents is not None:
+        lanes = TPU_LANES if on_tpu else 1
+        extent_shapes = tuple(extents.shape(shape, rows=rows, lane_multiple=lanes) for shape in shapes)
+    build = partial(_build, spec, layouts, tuple(shapes), extent_shapes, rows, max_epochs, backend)
     if mesh is None:
         if shardings is not None:
             raise ValueError(f"{shardings=} needs a mesh; pass mesh=")
@@ -126,6 +135,7 @@ def _build(
     spec: CacheSpec,
     layouts: tuple[PageLayout, ...],
     shapes: tuple[GroupShape, ...],
+    extents: tuple[ExtentShape, ...] | None,
     rows: int,
     max_epochs: int,
     backend: Backend,
@@ -142,6 +152,7 @@ def _build(
         spec=spec,
         layouts=layouts,
         backend=backend,
+        extents=None if extents is None else tuple(make_extents(shape, rows) for shape in extents),
     )
 
 
@@ -167,5 +178,6 @@ def _shardings(cache: KVCache, mesh: Mesh, pool_spec: PartitionSpec | None) -> K
     return replace(
         cache,
         table=jax.tree.map(lambda _: replicated, cache.table),
+        extents=jax.tree.map(lambda _: replicated, cache.extents),
         pools=jax.tree.map(lambda _: sharding, cache.pools),
     )

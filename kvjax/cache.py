@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial, singledispatch
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -27,8 +28,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped
 
-from kvjax import pages
+from kvjax import extents, pages
 from kvjax.attention.paged import Backend, key_and_value_dims, paged_attention
+from kvjax.extents import Extents, ExtentTable, Moves
 from kvjax.grant import Grant, make_grant
 from kvjax.inputs import integers, static_size
 from kvjax.layout import PageLayout
@@ -52,6 +54,7 @@ class KVCache:
       spec: what the model caches.
       layouts: where each group's tensors stand in its pools.
       backend: which code attends.
+      extents: for a cache whose pages are kept side by side, what `kvjax.extents` knows of each group beside the table.
     """
 
     table: PageTable
@@ -59,6 +62,7 @@ class KVCache:
     spec: CacheSpec = field(metadata={"static": True})
     layouts: tuple[PageLayout, ...] = field(metadata={"static": True})
     backend: Backend = field(metadata={"static": True})
+    extents: tuple[Extents, ...] | None = None
 
     @property
     def rows(self) -> int:
@@ -73,6 +77,22 @@ class KVCache:
     def pool_bytes(self) -> int:
         """Bytes of all pools."""
         return sum(pool.nbytes for group in self.pools for pool in group.values())
+
+    @property
+    def ownership(self) -> PageTable | ExtentTable:
+        """What the `transitions` of this cache take and give."""
+        return self.table if self.extents is None else ExtentTable(self.table, self.extents)
+
+    @property
+    def transitions(self) -> ModuleType:
+        """The functions that move ownership: `kvjax.pages`, or `kvjax.extents` with the same contract."""
+        return pages if self.extents is None else extents
+
+    def with_ownership(self, ownership: PageTable | ExtentTable) -> KVCache:
+        """The cache after a transition, which gave `ownership`."""
+        if isinstance(ownership, ExtentTable):
+            return replace(self, table=ownership.table, extents=ownership.extents)
+        return replace(self, table=ownership)
 
 
 def after[Cache, Values](cache: Cache, values: Values) -> tuple[Cache, Values]:
@@ -219,19 +239,13 @@ def advance(cache: Any, completed: Int32[Array, ""] | None = None) -> Any:
 def _(
     cache: KVCache, tokens: Int32[Array, " rows"], *, max_tokens: int, order: Int32[Array, " rows"] | None = None
 ) -> tuple[KVCache, Grant]:
-    table, info = pages.reserve(cache.table, tokens, max_tokens=max_tokens, order=order)
-    pools = tuple(
-        {
-            name: copy_pages(pool, group.num_pages, copy.source, copy.target, cache.backend)
-            for name, pool in arrays.items()
-        }
-        for arrays, group, copy in zip(cache.pools, table.groups, info.copies, strict=True)
-    )
+    ownership, info = cache.transitions.reserve(cache.ownership, tokens, max_tokens=max_tokens, order=order)
     copies = jnp.int32(0)
-    for group, copy in zip(table.groups, info.copies, strict=True):
+    for group, copy in zip(cache.table.groups, info.copies, strict=True):
         copies += jnp.sum(copy.source < group.num_pages, dtype=jnp.int32)
     grant = make_grant(info.tokens, info.status, cache.table.length, max_tokens, copies)
-    return replace(cache, table=table, pools=pools), grant
+    pools = tuple(_copied(cache, index, copy) for index, copy in enumerate(info.copies))
+    return replace(cache.with_ownership(ownership), pools=pools), grant
 
 
 @write.register
@@ -287,6 +301,7 @@ def _(
         layout,
         group.pages,
         within * group.num_pages,
+        runs=None if cache.extents is None else cache.extents[index].runs,
         attention=attention(value_dim),
         sinks=sinks,
         scales=scales,
@@ -296,42 +311,43 @@ def _(
 
 @commit.register
 def _(cache: KVCache, tokens: Int32[Array, " rows"]) -> KVCache:
-    table, info = pages.commit(cache.table, tokens)
+    ownership, info = cache.transitions.commit(cache.ownership, tokens)
     refused = jnp.any(info.status != Status.OK)
-    faults = table.faults | jnp.where(refused, jnp.int32(Fault.COMMIT_REFUSED), 0)
-    return replace(cache, table=replace(table, faults=faults))
+    cache = cache.with_ownership(ownership)
+    faults = cache.table.faults | jnp.where(refused, jnp.int32(Fault.COMMIT_REFUSED), 0)
+    return replace(cache, table=replace(cache.table, faults=faults))
 
 
 @release.register
 def _(cache: KVCache, rows: Bool[Array, " rows"], *, max_pages: int) -> tuple[KVCache, Int32[Array, " rows"]]:
-    table, info = pages.release(cache.table, rows, max_pages=max_pages)
-    return replace(cache, table=table), info.status
+    ownership, info = cache.transitions.release(cache.ownership, rows, max_pages=max_pages)
+    return cache.with_ownership(ownership), info.status
 
 
 @advance.register
 def _(cache: KVCache, completed: Int32[Array, ""] | None = None) -> KVCache:
-    table, _ = pages.advance(cache.table, cache.table.epoch if completed is None else completed)
-    return replace(cache, table=table)
+    completed = cache.table.epoch if completed is None else completed
+    return cache.with_ownership(cache.transitions.advance(cache.ownership, completed)[0])
 
 
 @truncate.register
 def _(
     cache: KVCache, length: Int32[Array, " rows"], *, max_pages: int, rows: Bool[Array, " rows"] | None = None
 ) -> tuple[KVCache, Int32[Array, " rows"]]:
-    table, info = pages.truncate(cache.table, length, max_pages=max_pages, rows=rows)
-    return replace(cache, table=table), info.status
+    ownership, info = cache.transitions.truncate(cache.ownership, length, max_pages=max_pages, rows=rows)
+    return cache.with_ownership(ownership), info.status
 
 
 def fork(cache: KVCache, parent: Int32[Array, " rows"], *, max_pages: int) -> tuple[KVCache, Int32[Array, " rows"]]:
     """Empty rows share a parent's committed pages until they write; see `pages.fork`."""
-    table, info = pages.fork(_paged(cache).table, parent, max_pages=max_pages)
-    return replace(cache, table=table), info.status
+    ownership, info = _paged(cache).transitions.fork(cache.ownership, parent, max_pages=max_pages)
+    return cache.with_ownership(ownership), info.status
 
 
 def reorder(cache: KVCache, parent: Int32[Array, " rows"], *, max_pages: int) -> tuple[KVCache, Int32[Array, " rows"]]:
     """Every row takes its parent's pages at once, for beam search; see `pages.reorder`."""
-    table, info = pages.reorder(_paged(cache).table, parent, max_pages=max_pages)
-    return replace(cache, table=table), info.status
+    ownership, info = _paged(cache).transitions.reorder(cache.ownership, parent, max_pages=max_pages)
+    return cache.with_ownership(ownership), info.status
 
 
 def adopt(
@@ -342,8 +358,32 @@ def adopt(
     max_pages: int,
 ) -> tuple[KVCache, Int32[Array, " rows"]]:
     """Empty rows map pages that somebody holds: a prefix hit; see `pages.adopt`."""
-    table, info = pages.adopt(_paged(cache).table, pages_of_groups, tokens, max_pages=max_pages)
-    return replace(cache, table=table), info.status
+    ownership, info = _paged(cache).transitions.adopt(cache.ownership, pages_of_groups, tokens, max_pages=max_pages)
+    return cache.with_ownership(ownership), info.status
+
+
+def compact(cache: KVCache, moves: Moves, *, group: int = 0, max_pages: int) -> tuple[KVCache, Int32[Array, ""]]:
+    """Moves pages of one group, bytes and ownership, so that rows come to fewer runs; or does nothing.
+
+    The pages left behind are not reused before the epoch that may still read them is complete (`advance`).
+
+    Args:
+      cache: a cache on extents; donate it.
+      moves: what to move, as `kvjax.extents.plan_compaction(cache.ownership, …)` says for this very state.
+      group: which group's pages.
+      max_pages: static bound on the pages of the rows that are touched.
+
+    Returns the cache and one `Status`; see `kvjax.extents.compact`, whose cost it has and that of copying the pages.
+
+    Raises:
+      ValueError: a cache whose pages are not kept side by side.
+    """
+    ownership = _paged(cache).ownership
+    if not isinstance(ownership, ExtentTable):
+        raise ValueError("this cache has no extents to compact; make it with kvjax.init(…, extents=ExtentOptions())")
+    ownership, info = extents.compact(ownership, moves, group=group, max_pages=max_pages)
+    pools = (*cache.pools[:group], _copied(cache, group, info.copies), *cache.pools[group + 1 :])
+    return replace(cache.with_ownership(ownership), pools=pools), info.status
 
 
 def take_part(cache: KVCache, name: str) -> KVCache:
@@ -359,6 +399,7 @@ def take_part(cache: KVCache, name: str) -> KVCache:
         pools=tuple(cache.pools[index] for index in indices),
         spec=spec,
         layouts=tuple(cache.layouts[index] for index in indices),
+        extents=None if cache.extents is None else tuple(cache.extents[index] for index in indices),
     )
 
 
@@ -375,16 +416,25 @@ def pin(
     cache: KVCache, pages_of_groups: Sequence[Int32[Array, " _"]]
 ) -> tuple[KVCache, tuple[Int32[Array, " ids"], ...]]:
     """Holds pages without a row; see `pages.pin`."""
-    table, info = pages.pin(_paged(cache).table, pages_of_groups)
-    return replace(cache, table=table), info.status
+    ownership, info = _paged(cache).transitions.pin(cache.ownership, pages_of_groups)
+    return cache.with_ownership(ownership), info.status
 
 
 def unpin(
     cache: KVCache, pages_of_groups: Sequence[Int32[Array, " _"]]
 ) -> tuple[KVCache, tuple[Int32[Array, " ids"], ...]]:
     """Lets go of pages that `pin` held; see `pages.unpin`."""
-    table, info = pages.unpin(_paged(cache).table, pages_of_groups)
-    return replace(cache, table=table), info.status
+    ownership, info = _paged(cache).transitions.unpin(cache.ownership, pages_of_groups)
+    return cache.with_ownership(ownership), info.status
+
+
+def _copied(cache: KVCache, index: int, copy: pages.PageCopy) -> dict[str, Pool]:
+    """The pools of a group with pages copied, every tensor and layer."""
+    num_pages = cache.table.groups[index].num_pages
+    return {
+        name: copy_pages(pool, num_pages, copy.source, copy.target, cache.backend)
+        for name, pool in cache.pools[index].items()
+    }
 
 
 def _paged(cache: Any) -> KVCache:

@@ -58,6 +58,39 @@ class Tiles:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True)
+class Runs:
+    """The pages of each row as a short list of runs: logical pages that are physically adjacent too.
+
+    Entries at or past `num_runs` hold anything.
+
+    Attributes:
+      starts: physical page at which a run begins.
+      ends: logical page at which it ends.
+      num_runs: runs a row has.
+    """
+
+    starts: Int32[Array, "rows max_runs"]
+    ends: Int32[Array, "rows max_runs"]
+    num_runs: Int32[Array, " rows"]
+
+    @property
+    def rows(self) -> int:
+        return self.starts.shape[0]
+
+    @property
+    def max_runs(self) -> int:
+        return self.starts.shape[1]
+
+    @property
+    def counts(self) -> Int32[Array, "rows max_runs"]:
+        """Pages in each run; 0 at and past `num_runs`.  Made from `ends`, O(rows · max_runs)."""
+        begins = jnp.concatenate([jnp.zeros((self.rows, 1), jnp.int32), self.ends[:, :-1]], axis=1)
+        exists = jnp.arange(self.max_runs, dtype=jnp.int32) < self.num_runs[:, None]
+        return jnp.where(exists, self.ends - begins, 0)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True)
 class Scales:
     """What the stored keys and values are multiplied by. Traced: a new scale does not recompile.
 
@@ -73,7 +106,7 @@ class Scales:
 def check_arguments(
     q: Float[Array, "tiles tokens q_heads key_dim"],
     pool: Shaped[Array, "total_pages kv_heads page_size lanes"],
-    pages: Int32[Array, "rows width"],
+    pages: Int32[Array, "rows width"] | Runs,
     tiles: Tiles,
     *,
     attention: Attention,
@@ -83,23 +116,27 @@ def check_arguments(
 ) -> None:
     """Raises ValueError, saying what to change, unless shapes, dtypes and sizes are what the kernels take.
 
-    `lane_multiple` is what the last axis of the pool is rounded up to on this backend.
+    `pages` is where the pages of rows are, one by one or run by run; `lane_multiple` is what the last axis of the pool
+    is rounded up to on this backend.
     """
-    if q.ndim != 4 or pool.ndim != 4 or pages.ndim != 2:
+    if q.ndim != 4 or pool.ndim != 4:
         raise ValueError(
-            f"{q.shape=}, {pool.shape=}, {pages.shape=}; pass q [tiles, tokens, q_heads, key_dim], "
-            "pool [total_pages, kv_heads, page_size, lanes] and pages [rows, width]"
+            f"{q.shape=}, {pool.shape=}; pass q [tiles, tokens, q_heads, key_dim] and "
+            "pool [total_pages, kv_heads, page_size, lanes]"
         )
     number, _, q_heads, key_dim = q.shape
     _, kv_heads, page_size, lanes = pool.shape
     value_dim = attention.value_dim
-    if 0 in (*q.shape, *pool.shape, *pages.shape):
-        raise ValueError(f"{q.shape=}, {pool.shape=}, {pages.shape=}; no dimension may be 0: do not call the kernel")
+    if 0 in (*q.shape, *pool.shape):
+        raise ValueError(f"{q.shape=}, {pool.shape=}; no dimension may be 0: do not call the kernel")
     _check_dtypes(q, pool, scales)
-    for name, array in (("pages", pages), ("row", tiles.row), ("queries", tiles.queries), ("context", tiles.context)):
-        if array.dtype != jnp.int32:
-            raise ValueError(f"{name}.dtype={array.dtype}; cast it to int32")
-        if name != "pages" and array.shape != (number,):
+    if isinstance(pages, Runs):
+        _check_runs(pages)
+    else:
+        _check_table("pages", pages, "[rows, width]")
+    for name, array in (("row", tiles.row), ("queries", tiles.queries), ("context", tiles.context)):
+        _check_int32(name, array)
+        if array.shape != (number,):
             raise ValueError(f"{name}.shape={array.shape}; it must have one entry for each of the {number} tiles of q")
     if q_heads % kv_heads:
         raise ValueError(f"{q_heads=} is not a multiple of {kv_heads=}; repeat KV heads or pad query heads")
@@ -114,6 +151,28 @@ def check_arguments(
         raise ValueError(f"{sinks.shape=}, {sinks.dtype=}; sinks are float32, one for each of the {q_heads=}")
     if scales is not None:
         _check_scales(scales, pool, lane_multiple)
+
+
+def _check_runs(runs: Runs) -> None:
+    for name in ("starts", "ends"):
+        _check_table(f"runs.{name}", getattr(runs, name), "[rows, max_runs]")
+    _check_int32("runs.num_runs", runs.num_runs)
+    if runs.ends.shape != runs.starts.shape or runs.num_runs.shape != runs.starts.shape[:1]:
+        raise ValueError(
+            f"{runs.starts.shape=}, {runs.ends.shape=}, {runs.num_runs.shape=}; "
+            "starts and ends have one shape [rows, max_runs], and num_runs has one entry a row"
+        )
+
+
+def _check_table(name: str, table: Array, axes: str) -> None:
+    if table.ndim != 2 or 0 in table.shape:
+        raise ValueError(f"{name}.shape={table.shape}; pass {axes}, neither 0: without pages do not call the kernel")
+    _check_int32(name, table)
+
+
+def _check_int32(name: str, array: Array) -> None:
+    if array.dtype != jnp.int32:
+        raise ValueError(f"{name}.dtype={array.dtype}; cast it to int32")
 
 
 def _check_dtypes(q: Array, pool: Array, scales: Scales | None) -> None:

@@ -17,9 +17,11 @@ import numpy as np
 
 import kvjax
 from kvjax import CacheSpec, GroupSpec, Status, TensorSpec
+from kvjax.extents import CompactionLimits, plan_compaction
 
 ROWS, LAYERS, KV_HEADS, Q_HEADS, DIM, TOKENS = 4, 2, 2, 6, 8, 16
-BOUNDED = ("release", "fork", "reorder", "truncate", "adopt")
+BOUNDED = ("release", "fork", "reorder", "truncate", "adopt", "compact")
+LIMITS = CompactionLimits(moves=24, entries=64, pages=128)
 
 
 def fresh(name: str) -> Any:
@@ -72,24 +74,28 @@ def poison(cache: kvjax.KVCache) -> kvjax.KVCache:
 class CacheWalk:
     """Random calls on a cache, next to a list of token ids for each row.
 
-    Counts the query tokens `checked`, the pages copied on write, and the `transitions`: rows' parts in calls.
+    Counts the query tokens `checked`, the pages copied on write, the `transitions`: rows' parts in calls, and the
+    `compactions` of extents.
     """
 
     def __init__(self, cache: kvjax.KVCache, seed: int, operations: dict[str, Any] | None = None) -> None:
         self.cache, self.random = cache, np.random.default_rng(seed)
         self.operations = compiled() if operations is None else operations
         self.tokens: list[list[int]] = [[] for _ in range(ROWS)]
-        self.next, self.checked, self.copies, self.transitions = 0, 0, 0, 0
+        self.next, self.checked, self.copies, self.transitions, self.compactions = 0, 0, 0, 0, 0
+        self.moves = ["fork", "reorder", "truncate", "release", "adopt", "none"]
+        if cache.extents is not None:
+            self.moves += ["compact"] * 3
 
     def run(self, steps: int) -> None:
         for _ in range(steps):
             self.decode()
-            name = self.random.choice(["fork", "reorder", "truncate", "release", "adopt", "none"])
+            name = self.random.choice(self.moves)
             if name != "none":
                 getattr(self, name)()
                 self.transitions += ROWS
             self.cache = self.operations["advance"](self.cache)
-            assert kvjax.check_invariants(self.cache.table) == []
+            assert self.cache.transitions.check_invariants(self.cache.ownership) == []
             assert np.asarray(self.cache.table.length).tolist() == [len(tokens) for tokens in self.tokens]
             self.compare_slots()
 
@@ -176,10 +182,24 @@ class CacheWalk:
             if code == Status.OK and taken[row]:
                 self.tokens[row] = self.tokens[donor][: taken[row]]
 
+    def compact(self) -> None:
+        moves = plan_compaction(self.cache.ownership, LIMITS, most_runs=1)
+        if moves is not None:
+            self.cache, status = self.operations["compact"](self.cache, moves, max_pages=LIMITS.pages)
+            assert status == Status.OK
+            self.compactions += 1
 
-def make_cache(page_size: int, num_pages: int, rows: int = ROWS, *, side_tensor: bool = True) -> kvjax.KVCache:
+
+def make_cache(
+    page_size: int,
+    num_pages: int,
+    rows: int = ROWS,
+    *,
+    side_tensor: bool = True,
+    extents: kvjax.extents.ExtentOptions | None = None,
+) -> kvjax.KVCache:
     tensors = [TensorSpec("k", KV_HEADS, DIM, "float32"), TensorSpec("v", KV_HEADS, DIM, "float32")]
     if side_tensor:
         tensors.append(TensorSpec("scale", KV_HEADS, 1, "float32"))
     spec = CacheSpec((GroupSpec("attention", tuple(range(LAYERS)), tuple(tensors)),))
-    return kvjax.init(spec, rows=rows, num_pages=num_pages, page_size=page_size, max_context=64)
+    return kvjax.init(spec, rows=rows, num_pages=num_pages, page_size=page_size, max_context=64, extents=extents)

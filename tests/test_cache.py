@@ -14,6 +14,7 @@ import pytest
 import kvjax
 from kvjax import CacheSpec, GroupSpec, TensorSpec
 from kvjax.attention import Scales
+from kvjax.extents import ExtentOptions
 from pallas_kernels.hardware import H200, TPU_V6E
 from tests.cache_walk import DIM, KV_HEADS, LAYERS, Q_HEADS, ROWS, CacheWalk, K, Q, V
 from tests.cache_walk import make_cache as make_cache_with
@@ -26,6 +27,12 @@ def test_attention_sees_each_rows_own_tokens(page_size, num_pages):
     walk = CacheWalk(make_cache_with(page_size, num_pages), seed=page_size)
     walk.run(40)
     assert walk.checked > 300 and (page_size == 1 or walk.copies > 3)
+
+
+def test_on_extents_too_and_while_pages_are_moved():
+    walk = CacheWalk(make_cache_with(2, 36, extents=ExtentOptions(span=2)), seed=2)
+    walk.run(40)
+    assert walk.checked > 300 and walk.copies > 3 and walk.compactions > 1
 
 
 def test_every_tensor_of_every_group_is_copied():

@@ -12,6 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 import kvjax
 from kvjax import CacheSpec
+from kvjax.extents import ExtentOptions
 from kvjax.storage import dispatch
 from pallas_kernels.hardware import H200, TPU_V6E
 from tests.kernels import races
@@ -22,9 +23,9 @@ ON_GPU = plgpu.force_gpu_interpret_mode, plgpu.InterpretGPUParams(detect_races=T
 RESETS = {TPU_V6E: pltpu.reset_tpu_interpret_mode_state, H200: reset_gpu_interpret_mode_state}
 
 
-def make_cache(backend):
+def make_cache(backend, extents=None):
     spec = CacheSpec.uniform(layers=LAYERS, kv_heads=HEADS, head_dim=DIM)
-    cache = kvjax.init(spec, rows=ROWS, num_pages=12, page_size=16, max_context=64, backend=backend)
+    cache = kvjax.init(spec, rows=ROWS, num_pages=12, page_size=16, max_context=64, backend=backend, extents=extents)
     # Bits in every slot, so that one that is lost shows; the same whatever the backend.
     bits = np.random.default_rng(0).integers(0, 2**16, cache.pools[0]["kv"].shape, dtype=np.uint16)
     return replace(cache, pools=({"kv": jnp.asarray(bits).view(jnp.bfloat16)},))
@@ -46,6 +47,14 @@ def serve(cache):
     cache, _ = kvjax.fork(cache, jnp.asarray([ROWS, 0, ROWS, 2], jnp.int32), max_pages=8)
     cache, grant = step(cache, [1, 3, 2, 1], 8)
     return cache, grant
+
+
+@jax.jit
+def attend_last(cache):
+    """After prompts, forks and a step: what the last layer's attention gives to that step's tokens."""
+    cache, grant = serve.__wrapped__(cache)
+    q = jnp.asarray(np.random.default_rng(2).standard_normal((8, 2 * HEADS, DIM)), jnp.bfloat16)
+    return kvjax.attend(cache, LAYERS - 1, grant, q)
 
 
 @pytest.mark.parametrize("backend", [TPU_V6E, H200], ids=lambda facts: facts.name)
@@ -74,3 +83,23 @@ def test_a_cache_with_kernels_does_not_fall_back_to_xla(backend, monkeypatch):
     monkeypatch.setattr(dispatch.pools, "append_tokens", refuse)
     monkeypatch.setattr(dispatch.pools, "copy_pages", refuse)
     jax.make_jaxpr(serve.__wrapped__)(make_cache(backend))
+
+
+@pytest.mark.parametrize("backend", [TPU_V6E, H200], ids=lambda facts: facts.name)
+def test_runs_are_read_by_the_kernel_that_has_them(backend):
+    """On TPU a cache on extents is read by runs; GPU kernels read its page table, and so does any cache without."""
+    for extents in (None, ExtentOptions()):
+        cache = jax.eval_shape(lambda extents=extents: make_cache(backend, extents))
+        program = str(jax.make_jaxpr(attend_last)(cache))
+        assert ("name=extent_attention" in program) == (extents is not None and backend is TPU_V6E)
+
+
+def test_attention_by_runs_is_that_by_pages():
+    """Rows in several runs, two of which share pages, in a layer past the first."""
+    jax.clear_caches()
+    expected = attend_last(make_cache("xla"))
+    force, params = ON_TPU
+    with races.raised(RESETS[TPU_V6E]), force(params):
+        cache = make_cache(TPU_V6E, ExtentOptions(span=1))
+        got = jax.block_until_ready(attend_last(cache))
+    np.testing.assert_allclose(np.asarray(got, np.float32), np.asarray(expected, np.float32), atol=2e-2)

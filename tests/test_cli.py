@@ -120,6 +120,7 @@ def test_flags_of_the_cache_change_no_token_and_flags_of_sampling_do(run, tiny, 
 
     roomy = ("--num-pages", 8)
     assert tokens(*roomy) == tokens("--cache", "contiguous") == tokens("--cache", "virtual")
+    assert tokens(*roomy) == tokens(*roomy, "--cache", "extents")
     assert tokens(*roomy) == tokens("--num-pages", 4, "--page-size", 4)
     assert tokens(*roomy) != tokens(*roomy, "--seed", 1) and tokens(*roomy) != tokens(*roomy, "--top-k", 1)
 
@@ -301,12 +302,15 @@ def demo(run, tmp_path, *flags):
     return status, out, err, json.loads((tmp_path / "figures.json").read_text())
 
 
-def test_the_demo_on_virtual_memory_gives_the_same_tokens(run, tiny, tmp_path):
-    status, out, _, report = demo(run, tmp_path, "--cache", "virtual")
+@pytest.mark.parametrize("cache", ["virtual", "extents"])
+def test_the_demo_on_other_caches_gives_the_same_tokens(cache, run, tiny, tmp_path):
+    status, out, _, report = demo(run, tmp_path, "--cache", cache)
     assert status == 0 and any(
-        line.startswith("equal: ") and "virtual cache are those of the paged" in line for line in out
+        line.startswith("equal: ") and f"{cache} cache are those of the paged" in line for line in out
     )
-    figures = report["runs"]["virtual"]
+    figures = report["runs"][cache]
+    assert (figures["mean_runs"] is None) == (cache == "virtual") and report["runs"]["paged"]["mean_runs"] is None
+    assert (tmp_path / "a" / "map.png").exists() == (cache == "extents")
     assert figures["finished"] == {"cancelled": 3, "length": 13}
     assert figures["preemptions"] > 0 and figures["copies_on_write"] > 0
 

@@ -20,7 +20,7 @@ from kvjax.attention.tiles import make_tiling, tile_size
 from kvjax.grant import Grant
 from kvjax.layout import PoolLayout
 from kvjax.storage import Pool
-from pallas_kernels.arguments import QUANTISED_DTYPES, QUERY_DTYPES, Attention, Scales
+from pallas_kernels.arguments import QUANTISED_DTYPES, QUERY_DTYPES, Attention, Runs, Scales
 from pallas_kernels.hardware import GPUS, TPUS, GpuFacts, TpuFacts
 
 Backend = Literal["xla"] | TpuFacts | GpuFacts
@@ -35,6 +35,7 @@ def paged_attention(
     pages: Int32[Array, "rows width"],
     page_offset: Int32[Array, ""] | int,
     *,
+    runs: Runs | None = None,
     attention: Attention,
     sinks: Float32[Array, " q_heads"] | None = None,
     scales: Scales | None = None,
@@ -49,6 +50,8 @@ def paged_attention(
       layout: where "k" and "v" stand in it.
       pages: the group's page table.
       page_offset: layer · num_pages, added to each page id.
+      runs: the same pages as runs of adjacent ones, if the cache keeps them; the TPU kernel then copies whole runs, the
+        other backends read the page table.
       attention: scale, window, soft cap.
       sinks: a logit a query head that takes its share of the softmax and gives no value.
       scales: what a quantised pool is multiplied by.
@@ -68,10 +71,13 @@ def paged_attention(
         raise ValueError(f"a cache of {pool.dtype} is read with scales; pass kvjax.attention.Scales")
     if not quantised and scales is not None:
         raise ValueError(f"a cache of {pool.dtype} has no scales; leave them out")
+    where: Array | Runs = pages
     if backend == "xla":
         size, attend = tile_size(grant.packed, grant.rows), xla.paged_attention
     else:
-        size, attend = _kernel(backend, grant, q.shape[1] // layout.heads)
+        if runs is not None and isinstance(backend, TpuFacts):
+            where = runs
+        size, attend = _kernel(backend, grant, q.shape[1] // layout.heads, of_runs=where is runs)
         if not quantised:
             q = q.astype(pool.dtype)
     tiling = make_tiling(grant, size)
@@ -81,7 +87,7 @@ def paged_attention(
     out = attend(
         tiling.split(q),
         pool,
-        pages,
+        where,
         tiling.tiles,
         page_offset,
         attention=attention,
@@ -117,13 +123,16 @@ def choose_backend(platform: str, device_kind: str) -> Backend:
     )
 
 
-def _kernel(backend: TpuFacts | GpuFacts, grant: Grant, group: int) -> tuple[int, Callable[..., Array]]:
-    """Tokens a tile of queries, and the kernel."""
+def _kernel(
+    backend: TpuFacts | GpuFacts, grant: Grant, group: int, *, of_runs: bool
+) -> tuple[int, Callable[..., Array]]:
+    """Tokens a tile of queries, and the kernel over pages, or over runs of them."""
     # Imported when used: a backend's Pallas dialect is of no concern to the others.
     kernel: Any
     if isinstance(backend, TpuFacts):
         from pallas_kernels.tpu import paged_attention as kernel
+        from pallas_kernels.tpu.extent_attention import extent_attention
     else:
         from pallas_kernels.gpu import paged_attention as kernel
     size = tile_size(grant.packed, grant.rows, max(1, kernel.TILE_LINES // group))
-    return size, partial(kernel.paged_attention, facts=backend)
+    return size, partial(extent_attention if of_runs else kernel.paged_attention, facts=backend)

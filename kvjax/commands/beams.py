@@ -17,6 +17,7 @@ from kvjax.commands.prompts import Prompt
 from kvjax.commands.text import one_line
 from kvjax.engine import BeamOptions, BeamResult, BeamSearch, Hypothesis
 from kvjax.engine.beams import EarlyStopping
+from kvjax.extents import ExtentOptions
 from kvjax.pages import Status
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ def run(options: argparse.Namespace, loaded: LoadedModel, prompts: Sequence[Prom
 
 def _search_options(options: argparse.Namespace, loaded: LoadedModel) -> BeamOptions:
     _refuse(options, OF_SAMPLING, "does not go with --num-beams: beam search samples nothing")
-    if options.cache != "paged":
+    if options.cache not in ("paged", "extents"):
         raise CommandError(f"--num-beams needs a paged cache; leave out --cache {options.cache}")
     _refuse(options, {"draft": None, "swap": 0}, "does not go with --num-beams: its beams neither draft nor give way")
     try:
@@ -139,6 +140,7 @@ def _search(
             page_size=options.page_size,
             max_context=context,
             chunk=options.chunk,
+            extents=ExtentOptions() if options.cache == "extents" else None,
         )
     except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
         raise CommandError(f"the cache cannot be made: {one_line(error)}") from error

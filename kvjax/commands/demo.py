@@ -43,6 +43,7 @@ examples:
   kvjax demo
   kvjax demo --num-pages 400           room for everybody: nobody is preempted
   kvjax demo --page-size 64 --burst 4  other pages and bursts, the same tokens
+  kvjax demo --cache extents           pages kept side by side, and moved together when they are not
   kvjax demo --cache virtual           contiguous addresses, memory mapped as it is needed
   kvjax demo --model ./my-chat-model"""
 
@@ -66,16 +67,16 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    paged_first = options.cache == "paged"
-    _check_files(options.png if paged_first else None, options.json)
-    other = "contiguous" if paged_first else "paged"
+    other = "contiguous" if options.cache == "paged" else "paged"
+    has_pages = options.cache in ("paged", "extents")
+    _check_files(options.png if has_pages else None, options.json)
     say(
         f"{len(QUESTIONS)} questions to {options.model}, answered out of a {options.cache} cache, then out of a "
         f"{other} one; every token is compared.\nWith the built-in model on two CPU cores that takes about a minute."
     )
     loaded = load_model(options.model)
     prompts = _tokenise(options.model, loaded)
-    page_map = PageMap() if paged_first else None
+    page_map = PageMap() if has_pages else None
     if options.cache != "contiguous" and options.num_pages is None:
         options = changed(options, num_pages=_tight_pool(options.page_size, prompts))
     served, metrics = _serve(options, loaded, prompts, cancelling=True, page_map=page_map)

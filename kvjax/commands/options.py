@@ -18,6 +18,7 @@ from kvjax.engine import (
     DraftModel,
     Engine,
     Event,
+    ExtentBacking,
     PagedBacking,
     PromptLookup,
     Result,
@@ -25,6 +26,7 @@ from kvjax.engine import (
 )
 from kvjax.engine.executables import power_of_two
 from kvjax.engine.sequence import pages_for
+from kvjax.extents import ExtentOptions
 from kvjax.spec import CacheSpec
 
 if TYPE_CHECKING:
@@ -85,10 +87,10 @@ def add_cache_flags(parser: argparse.ArgumentParser, *, num_pages_default: str, 
     group = parser.add_argument_group("cache and batching (these change speed and memory, never a token)")
     group.add_argument(
         "--cache",
-        choices=("paged", "virtual", "contiguous"),
+        choices=("paged", "extents", "virtual", "contiguous"),
         default="paged",
-        help="pages on demand, contiguous addresses with memory on demand (Linux, CPU), or one fixed span a request "
-        "(default: paged)",
+        help="pages on demand; the same, kept side by side and moved together; contiguous addresses with memory on "
+        "demand (Linux, CPU); or one fixed span a request (default: paged)",
     )
     group.add_argument(
         "--num-pages", type=whole_number(1, 2**31 - 1), metavar="N", help=f"pages in the pool ({num_pages_default})"
@@ -180,9 +182,14 @@ def choose_backing(options: argparse.Namespace, *, spec: CacheSpec, needs: Seque
         return ContiguousBacking(rows=options.max_seqs, max_context=context)
     width = min(max_context, power_of_two(context))  # of few sizes: a compiled step is for one
     together = [min(need, context) for need in sorted(needs, reverse=True)[: options.max_seqs]]
-    if options.cache == "paged":
-        enough = sum(pages_for(need, options.page_size) for need in together)
-        return PagedBacking(options.num_pages or max(1, enough), options.page_size, width)
+    if options.cache in ("paged", "extents"):
+        enough = max(1, sum(pages_for(need, options.page_size) for need in together))
+        sizes = (options.num_pages or enough, options.page_size, width)
+        if options.cache == "paged":
+            return PagedBacking(*sizes)
+        # What comes back from the host goes wherever there are pages, and must not lie in too many runs.
+        most_runs = pages_for(width, options.page_size) if options.swap else None
+        return ExtentBacking(*sizes, extents=ExtentOptions(max_runs=most_runs))
     # What a burst may take is mapped before it begins, and what the next may take while it runs.
     burst = options.burst * (1 if options.draft is None else options.draft_tokens + 1)
     try:

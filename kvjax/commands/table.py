@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from kvjax.engine import Distribution, Metrics
@@ -38,6 +39,8 @@ def _figures(metrics: Metrics) -> dict[str, str]:
         "fragmentation": f"{100 * metrics.fragmentation:.1f} %",
         "preemptions": f"{metrics.preemptions}",
         "copies on write": f"{metrics.copies_on_write}",
+        "runs of adjacent pages a row": "–" if math.isnan(metrics.mean_runs) else f"{metrics.mean_runs:.1f}",
+        "compactions": f"{metrics.compactions} ({metrics.moved_pages} pages moved)",
     }
 
 

@@ -3,6 +3,7 @@
 from kvjax.engine.backing import Backing, ContiguousBacking, PagedBacking
 from kvjax.engine.beams import BeamOptions, BeamReport, BeamResult, BeamSearch, Hypothesis
 from kvjax.engine.engine import Engine
+from kvjax.engine.extents import ExtentBacking
 from kvjax.engine.metrics import Distribution, Metrics, finite
 from kvjax.engine.pagemap import PageMap
 from kvjax.engine.request import Event, FinishReason, Request, Result
@@ -21,6 +22,7 @@ __all__ = [
     "Drafter",
     "Engine",
     "Event",
+    "ExtentBacking",
     "FinishReason",
     "Hypothesis",
     "Metrics",

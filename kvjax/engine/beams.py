@@ -165,7 +165,7 @@ class BeamSearch:
       rows: beams that may run at once, those of all prompts of a batch together.
       num_pages, page_size, max_context: of the cache; see `kvjax.init`.
       chunk: prompt tokens computed in one step.
-      backend: which code attends; see `kvjax.init`.
+      backend, extents: see `kvjax.init`.
 
     Attributes:
       cache: the cache, empty between batches; `run` donates and replaces it.
@@ -181,11 +181,18 @@ class BeamSearch:
         max_context: int,
         chunk: int = 64,
         backend: kvjax.cache.Backend | None = None,
+        extents: kvjax.extents.ExtentOptions | None = None,
     ):
         chunk = static_size("chunk", chunk)
         self._model = model
         self.cache = kvjax.init(
-            model.spec, rows=rows, num_pages=num_pages, page_size=page_size, max_context=max_context, backend=backend
+            model.spec,
+            rows=rows,
+            num_pages=num_pages,
+            page_size=page_size,
+            max_context=max_context,
+            backend=backend,
+            extents=extents,
         )
         self._search = jax.jit(partial(beam_search, model, chunk), static_argnames="num_beams", donate_argnames="cache")
 

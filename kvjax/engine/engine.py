@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Ordered
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from typing import Literal
 
@@ -14,12 +15,14 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from kvjax.engine.backing import Backing
+from kvjax.engine.extents import check_swappable, compactor_of
 from kvjax.engine.metrics import Metrics, Recorder
 from kvjax.engine.pagemap import PageMap
 from kvjax.engine.request import Event, FinishReason, Request, Result, token_ids
 from kvjax.engine.runner import Runner
 from kvjax.engine.scheduler import Scheduler, Share
-from kvjax.engine.sequence import NO_ROW, Generation, Sequence, pages_for
+from kvjax.engine.sequence import NO_ROW, Generation, Sequence
+from kvjax.engine.servable import why_not
 from kvjax.engine.speculation import Drafter, NoDrafts
 from kvjax.engine.steps import Report
 from kvjax.engine.swap import Swap, pages_to_restore
@@ -94,7 +97,7 @@ class Engine:
             raise TypeError(f"{on_tokens=} cannot be called; pass a function of (request id, tokens)")
         if host_bytes is not None and preemption != "swap":
             raise ValueError(f"{host_bytes=} is for preemption='swap'; this engine's is {preemption!r}")
-        self._vocabulary = model.vocabulary
+        self._why_not = partial(why_not, vocabulary=model.vocabulary, backing=backing, has_text=decode is not None)
         self._backing = backing
         self._max_prefixes = max_prefixes
         self._decode = decode
@@ -127,6 +130,7 @@ class Engine:
             page_size=backing.page_size,
             bytes_per_token=model.spec.bytes_per_token,
         )
+        self._compactor = compactor_of(backing, self._runner, self._recorder)
         self._ids = count()
         self._unfinished: dict[int, Generation] = {}
         self._cancelled: set[int] = set()
@@ -258,6 +262,7 @@ class Engine:
             raise ValueError(f"{preemption=} must be 'recompute' or 'swap'")
         if not self._backing.has_page_table:
             raise ValueError("preemption='swap' moves pages through a page table on the device; this cache has none")
+        check_swappable(self._backing)
         if host_bytes is None:
             raise ValueError("preemption='swap' needs host_bytes, the host memory that swapped pages may take")
         return Swap(self._runner, page_size=self._backing.page_size, limit=static_size("host_bytes", host_bytes))
@@ -343,6 +348,8 @@ class Engine:
         self._observe()
         self._hand_out(sampling, report)
         self._make_room(shares, report)
+        if self._compactor is not None:
+            self._compactor.look()
         if self._on_tokens is not None:
             if not bursting:
                 self._runner.bursting = tuple(sampling)
@@ -386,11 +393,14 @@ class Engine:
 
     def _make_room(self, shares: list[Share], report: Report) -> None:
         """Takes pages from the newest for the oldest that was refused some; ends it if nobody is left to give any."""
-        lacking = (Status.OUT_OF_PAGES, Status.PAGES_PENDING)
+        lacking = (Status.OUT_OF_PAGES, Status.PAGES_PENDING, Status.FRAGMENTED)
         status = report.status
         raise_for_status([Status.OK if code in lacking else code for code in status], operation="reserve")
         refused = next((share for share in shares if status[share.sequence.row] in lacking), None)
         if refused is None:
+            return
+        if status[refused.sequence.row] == Status.FRAGMENTED:
+            self._mend(refused.sequence)
             return
         if self._swap is not None:
             self._swap.collect(wait=True)  # for pages of those who gave way before
@@ -400,12 +410,22 @@ class Engine:
             if not victims:
                 # Giving way may free no page and still help: one that is no longer shared need not be copied.
                 if not gave_way and self._runner.free == report.free:
-                    self._give_up(refused.sequence)
+                    self._give_up(refused.sequence, "is full")
                 return
             self._preempt(victims)
             gave_way = True
             if any(victim is refused.sequence for victim in victims):
                 return
+
+    def _mend(self, sequence: Sequence) -> None:
+        """Moves pages for a sequence that lies in too many runs; where that does not help, the newest gives way."""
+        assert self._compactor is not None
+        if self._compactor.compact():
+            return
+        if victims := self._scheduler.give_way():
+            self._preempt(victims)
+        else:
+            self._give_up(sequence, "has its pages in more runs than its list holds, whose max_runs is too small,")
 
     def _preempt(self, victims: Ordered[Sequence]) -> None:
         """Takes victims off their rows, their pages to the host if that is wanted and there is room."""
@@ -428,11 +448,11 @@ class Engine:
         """Pages that will be free once they have arrived on the host."""
         return 0 if self._swap is None else self._swap.arriving
 
-    def _give_up(self, sequence: Sequence) -> None:
+    def _give_up(self, sequence: Sequence, why: str) -> None:
         """Ends a request that has the whole pool to itself and does not fit."""
         assert isinstance(sequence, Generation), "a prefix that fits the pool was refused an empty one"
         pool = f"{self._backing.num_pages} pages of {self._backing.page_size} tokens"
-        problem = f"the cache of {pool} is full after {len(sequence.tokens)} tokens; raise num_pages"
+        problem = f"the cache of {pool} {why} after {len(sequence.tokens)} tokens; raise num_pages"
         self._leave([sequence])
         self._fail(sequence, problem)
 
@@ -476,20 +496,3 @@ class Engine:
     def _now(self) -> float:
         """Seconds by the clock, as if compilation took no time."""
         return self._clock() - self._runner.executables.compile_seconds
-
-    def _why_not(self, request: Request) -> str | None:
-        """Why a request can never be served; None if it can."""
-        prompt, backing = request.prompt, self._backing
-        foreign = [token for token in prompt if not 0 <= token < self._vocabulary]
-        if foreign:
-            return f"prompt holds token id {foreign[0]}; the vocabulary is 0 … {self._vocabulary - 1}"
-        if len(prompt) >= backing.max_context:
-            return f"prompt of {len(prompt)} tokens leaves no room in a context of {backing.max_context}"
-        if pages_for(len(prompt), backing.page_size) > backing.num_pages:
-            return (
-                f"prompt of {len(prompt)} tokens does not fit the cache of {backing.num_pages} pages of "
-                f"{backing.page_size} tokens; raise num_pages"
-            )
-        if request.stop and self._decode is None:
-            return "stop strings need a tokenizer, and there is none; use eos ids"
-        return None

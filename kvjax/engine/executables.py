@@ -15,6 +15,7 @@ from kvjax.engine.burst import Decode, Stream
 from kvjax.engine.mirror import Mirror
 from kvjax.engine.speculation import Drafter
 from kvjax.engine.steps import Feed, Report, Slots
+from kvjax.extents import Moves
 from kvjax.models.protocol import Model
 
 LEAST_BOUND = 256
@@ -51,6 +52,7 @@ class Executables:
             "save": swap_steps.save_pages,
             "unpin": partial(swap_steps.unpin_pages, backing),
             "restore": partial(swap_steps.restore_pages, backing),
+            "compact": partial(steps.compact_pages, backing),
         }
         self._executables: dict[tuple[str, int], Callable] = {}
         self.compile_seconds = 0.0
@@ -90,6 +92,10 @@ class Executables:
     ) -> tuple[Any, Any, Any]:
         """`swap_steps.restore_pages`; the bucket is the number of images."""
         return self._run("restore", len(row), (), cache, tokens, row, logical, images)
+
+    def compact(self, cache: Any, moves: Moves, group: int, pages: int) -> tuple[Any, Any, Any]:
+        """`steps.compact_pages`; the bucket is the group."""
+        return self._run("compact", group, (group, pages), cache, moves)
 
     def _run(self, name: str, bucket: int, static: tuple[int, ...], *arguments: Any) -> Any:
         executable = self._executables.get((name, bucket))

@@ -54,6 +54,8 @@ class Metrics:
       swaps_refused: preempted requests whose pages found no room on the host.
       prefixes_dropped: times a shared prefix did.
       copies_on_write: pages copied because they were shared.
+      mean_runs: runs of adjacent pages a row, mean over steps; NaN without extents.
+      compactions, moved_pages: times pages were moved together, and how many.
     """
 
     requests: int
@@ -86,6 +88,9 @@ class Metrics:
     swaps_refused: int
     prefixes_dropped: int
     copies_on_write: int
+    mean_runs: float
+    compactions: int
+    moved_pages: int
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for `json.dumps`; null where there is no number."""
@@ -123,6 +128,8 @@ class Recorder:
         self.steps = self.bursts = self.preemptions = self.prefixes_dropped = self.copies_on_write = 0
         self.resumed_by_recompute = self.resumed_by_swap = 0
         self.swapped_pages = self.swapped_bytes = self.swaps_refused = 0
+        self._runs: list[float] = []
+        self.compactions = self.moved_pages = 0
 
     def submitted(self, request: int, prompt_tokens: int, now: float) -> None:
         self._times[request] = RequestTimes(now)
@@ -146,6 +153,10 @@ class Recorder:
         self._mapped += mapped_pages * self._page_size
         self._useful += useful_tokens
         self._end = now
+
+    def looked_at_runs(self, mean: float) -> None:
+        """After a step on extents: the runs a row then."""
+        self._runs.append(mean)
 
     def summary(self, *, compile_seconds: float) -> Metrics:
         times = list(self._times.values())
@@ -183,6 +194,9 @@ class Recorder:
             swaps_refused=self.swaps_refused,
             prefixes_dropped=self.prefixes_dropped,
             copies_on_write=self.copies_on_write,
+            mean_runs=float(np.mean(self._runs)) if self._runs else float("nan"),
+            compactions=self.compactions,
+            moved_pages=self.moved_pages,
         )
 
 

@@ -18,6 +18,7 @@ from jaxtyping import Array, Int32
 from kvjax.cache import KVCache, reorder
 from kvjax.engine.backing import Backing
 from kvjax.engine.steps import Log, close_step, open_step
+from kvjax.extents import ExtentShape, make_extent_table
 from kvjax.pages import GroupShape, PageTable
 from kvjax.pages.table import make_page_table
 from kvjax.spec import CacheSpec
@@ -26,11 +27,21 @@ from kvjax.spec import CacheSpec
 def without_bytes(cache: KVCache) -> KVCache:
     """A new, empty cache with the page table of `cache` (arrays or shapes) and no pools, on a CPU device."""
     groups = [GroupShape(group.num_pages, group.page_size, group.width) for group in cache.table.groups]
+    extents = None
+    if cache.extents is not None:
+        extents = [
+            ExtentShape(shape.num_pages, shape.page_size, shape.width, max_runs=each.runs.max_runs, span=each.span)
+            for shape, each in zip(groups, cache.extents, strict=True)
+        ]
     epochs = cache.table.groups[0].fences.shape[0]
     device = jax.local_devices(backend="cpu")[0]
     with jax.default_device(device):
-        table = jax.device_put(make_page_table(groups, rows=cache.rows, max_epochs=epochs), device)
-    return replace(cache, table=table, pools=tuple({} for _ in groups))
+        if extents is None:
+            ownership: Any = make_page_table(groups, rows=cache.rows, max_epochs=epochs)
+        else:
+            ownership = make_extent_table(extents, rows=cache.rows, max_epochs=epochs)
+        ownership = jax.device_put(ownership, device)
+    return replace(cache.with_ownership(ownership), pools=tuple({} for _ in groups))
 
 
 def replay(

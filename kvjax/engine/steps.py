@@ -1,4 +1,4 @@
-"""What runs on the device: one mixed step, a fork and a release; `burst` runs many decode steps.
+"""What runs on the device: one mixed step, a fork, a release, a compaction; `burst` runs many decode steps.
 
 Each is a pure function of the model, the backing and arrays; `Executables` compiles them with the cache donated.
 Rows are lines of the cache.  Slots are the rows that may sample in this call, packed, so that logits and sampling cost
@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32, PyTree
 import kvjax
 from kvjax.engine.backing import Backing
 from kvjax.engine.sampling import Sampler, sample
+from kvjax.extents import Moves
 from kvjax.grant import Grant
 from kvjax.models.protocol import Model
 
@@ -218,6 +219,18 @@ def release_rows(
 def fork_rows(max_pages: int, cache: Any, parent: Int32[Array, " rows"]) -> tuple[Any, Int32[Array, " rows"]]:
     """Gives empty rows their parent's committed pages; `rows` as parent means no child."""
     return kvjax.fork(cache, parent, max_pages=max_pages)
+
+
+def compact_pages(
+    backing: Backing, group: int, max_pages: int, cache: Any, moves: Moves
+) -> tuple[Any, Int32[Array, ""], Int32[Array, ""]]:
+    """Moves pages of a group together.  Those left behind are free at once, as in `release_rows`.
+
+    Returns the cache, the status and the number of free pages.
+    """
+    cache, status = kvjax.compact(cache, moves, group=group, max_pages=max_pages)
+    cache = backing.advance(cache)
+    return cache, status, backing.free(cache)
 
 
 def next_logits(

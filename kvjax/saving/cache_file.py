@@ -17,7 +17,8 @@ from kvjax.allocation import init
 from kvjax.attention.paged import Backend
 from kvjax.cache import KVCache
 from kvjax.descriptor import Descriptor, DescriptorError, DescriptorMismatch, explain
-from kvjax.pages import PageTable, check_invariants
+from kvjax.extents import ExtentOptions, find_extents
+from kvjax.pages import PageTable
 from kvjax.saving.container import CacheFileError, Container, read_container, write_container
 from kvjax.saving.description import own_fields
 from kvjax.saving.table_file import table_arrays, table_leaves, table_sizes, with_leaves
@@ -43,7 +44,7 @@ def save(cache: KVCache, path: str | os.PathLike[str], descriptor: Descriptor) -
       DescriptorMismatch: a descriptor of another cache; nothing is written.
       OSError: the file cannot be written; what was there before is untouched.
     """
-    broken = check_invariants(cache.table)
+    broken = cache.transitions.check_invariants(cache.ownership)
     if broken:
         raise ValueError(f"the cache is not sound and was not saved: {'; '.join(broken[:8])}")
     _check_describes(cache, descriptor)
@@ -64,6 +65,7 @@ def load(
     backend: Backend | None = None,
     mesh: Mesh | None = None,
     shardings: PartitionSpec | None = None,
+    extents: ExtentOptions | None = None,
 ) -> KVCache:
     """A cache from a file: the same rows, pages and pins as when it was saved, and as many pages.
 
@@ -72,12 +74,13 @@ def load(
     Args:
       path: a file that `save` wrote.
       descriptor: what the reader needs; every field must be equal.
-      backend, mesh, shardings: as for `kvjax.init`.
+      backend, mesh, shardings, extents: as for `kvjax.init`.  A file holds who owns which page; which pages are
+        adjacent follows from it, so a cache may be loaded with extents or without, however it was saved.
 
     Raises:
       CacheFileError: a file that is cut short, changed or no saved cache; says which part.
       DescriptorMismatch: the cache of another model, weight version, tenant …; names each field.
-      ValueError, NotImplementedError: what `kvjax.init` refuses.
+      ValueError, NotImplementedError: what `kvjax.init` refuses, or rows in more runs than `extents` allow.
     """
     container = read_container(path)
     found, shapes = _header(path, container)
@@ -86,7 +89,7 @@ def load(
         raise DescriptorMismatch(f"the cache in {os.fspath(path)}", differences)
     tables = table_arrays(path, container, shapes)
     sizes = table_sizes(path, tables, descriptor)
-    cache = init(descriptor.spec, **sizes, backend=backend, mesh=mesh, shardings=shardings)
+    cache = init(descriptor.spec, **sizes, backend=backend, mesh=mesh, shardings=shardings, extents=extents)
     own = replace(descriptor, **own_fields(cache))
     differences = explain(found, own)
     if differences:
@@ -96,7 +99,8 @@ def load(
         raise CacheFileError(path, "table.length", f"is {_row_lengths(table)}; the descriptor has {descriptor.tokens}")
     live = [np.flatnonzero(np.asarray(group.refcount)).astype(np.int32) for group in table.groups]
     _check_lengths(path, cache, container, live)
-    return replace(cache, table=table, pools=_filled(cache, container, live))
+    adjacent = None if cache.extents is None else find_extents(table, cache.extents)
+    return replace(cache, table=table, extents=adjacent, pools=_filled(cache, container, live))
 
 
 def _check_describes(cache: KVCache, descriptor: Descriptor) -> None:

@@ -15,8 +15,8 @@ from jaxtyping import Array, Float, Float32, Int32, Shaped, UInt32
 from pallas_kernels.bytes_arguments import check_append_arguments
 from pallas_kernels.hardware import TpuFacts
 from pallas_kernels.quantise import as_bits, stored_tokens
+from pallas_kernels.tpu.block_stream import Ref, Scalar
 from pallas_kernels.tpu.dtypes import check_dtype
-from pallas_kernels.tpu.page_stream import Ref, Scalar
 from pallas_kernels.tpu.rewrite import Unit, rewrite
 
 STRIP = 8  # tokens: the rows of a tile, whatever the dtype

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from pallas_kernels.hardware import KIB, TpuFacts
-from pallas_kernels.tpu.page_stream import SLICE
+from pallas_kernels.tpu.table_slices import SLICE
 
 LANES = 128
 COPY_SECONDS = 1e-6

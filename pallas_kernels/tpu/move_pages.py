@@ -14,8 +14,8 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Int32, Shaped
 
 from pallas_kernels.hardware import TpuFacts
+from pallas_kernels.tpu.block_stream import Ref, Scalar
 from pallas_kernels.tpu.dtypes import check_dtype
-from pallas_kernels.tpu.page_stream import Ref, Scalar
 
 IN_FLIGHT = 32  # copies: 2 MiB of 8 heads × 16 tokens × 256 lanes in bfloat16, more than what hides their latency
 

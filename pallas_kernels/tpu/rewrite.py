@@ -17,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Int32, Shaped
 
 from pallas_kernels.hardware import TpuFacts
-from pallas_kernels.tpu.page_stream import Ref, Scalar
+from pallas_kernels.tpu.block_stream import Ref, Scalar
 
 COPY_SECONDS = 1e-6  # about the latency of a copy: as much is kept in flight as HBM delivers in that time
 MIN_BUFFERS, MAX_BUFFERS = 2, 32

@@ -35,6 +35,18 @@ class Span:
         return self._skip(item + 1)
 
     @property
+    def stop(self) -> Scalar:
+        """One past the last item, or 0 if there is none."""
+        if _is_zero(self.kept):
+            return jnp.where(self.first < self.end, self.end, 0)
+        return jnp.where(jnp.maximum(self.first, self.kept) < self.end, self.end, self.kept)
+
+    def until(self, limit: Scalar) -> Span:
+        """Those of these items that come before `limit`."""
+        kept = self.kept if _is_zero(self.kept) else jnp.minimum(self.kept, limit)
+        return Span(kept, self.first, jnp.minimum(self.end, limit))
+
+    @property
     def count(self) -> Scalar:
         """How many items there are."""
         return self.kept + jnp.maximum(self.end - jnp.maximum(self.first, self.kept), 0)

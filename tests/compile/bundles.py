@@ -38,7 +38,7 @@ VECTOR_BYTES = 4096  # what one vector load brings: 8 sublanes of 128 lanes of 3
 BUNDLE = re.compile(r"^ *(?:0x([0-9a-f]+)|(0)) +(?:[A-Z]{2})?:", re.MULTILINE)
 REGION = re.compile(r"Start(?:/End empty)? region (\d+)")
 BRANCH = re.compile(r"sbr\.rel \(!?%p\w+\) target = \$region(\d+)")
-COPY = re.compile(r"dma\.(?:hbm_to_vmem|general) [^;}]*?size_in_granules=\*/(\d+)")
+COPY = re.compile(r"dma\.(?:hbm_to_vmem|general) [^;}]*?size_in_granules=\*/(\d+|%s\w+)")
 WAIT = re.compile(r"dma\.done\.wait [^;}]*?, (\d+)")
 LOAD = re.compile(r"= vld[\w.]* \[vmem:\[(?!#allocation\d+_spill)")
 ENTRY = re.compile(r"/\* entry bundle: %(\S+) = custom-call\(")
@@ -54,7 +54,8 @@ class Work:
 
     bundles: int = 0
     use: tuple[int, ...] = ()  # slots taken of each of Kernel.units
-    copied: int = 0  # bytes of the copies from HBM to vector memory that are started
+    copies: int = 0  # from HBM to vector memory that are started
+    copied: int = 0  # bytes of those whose size is known
     waited: int = 0  # bytes of copies that are waited for
     loaded: int = 0  # bytes loaded from vector memory, reloads of spilled registers left out
 
@@ -63,6 +64,7 @@ class Work:
         return Work(
             self.bundles + other.bundles,
             use,
+            self.copies + other.copies,
             self.copied + other.copied,
             self.waited + other.waited,
             self.loaded + other.loaded,
@@ -70,7 +72,8 @@ class Work:
 
     def __mul__(self, times: int) -> "Work":
         use = tuple(times * slots for slots in self.use)
-        return Work(times * self.bundles, use, times * self.copied, times * self.waited, times * self.loaded)
+        counts = (self.copies, self.copied, self.waited, self.loaded)
+        return Work(times * self.bundles, use, *(times * count for count in counts))
 
     @property
     def moved(self) -> tuple[int, int, int]:
@@ -255,10 +258,12 @@ def _parse_utilisation(text: str) -> tuple[dict[str, int], list[tuple[int, ...]]
 
 
 def _work(text: str, use: tuple[int, ...], granule_bytes: int) -> Work:
+    copies = COPY.findall(text)
     return Work(
         bundles=1,
         use=use,
-        copied=granule_bytes * sum(map(int, COPY.findall(text))),
+        copies=len(copies),
+        copied=granule_bytes * sum(int(granules) for granules in copies if granules.isdecimal()),
         waited=granule_bytes * sum(map(int, WAIT.findall(text))),
         loaded=VECTOR_BYTES * len(LOAD.findall(text)),
     )

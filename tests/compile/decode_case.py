@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.arguments import Tiles
+from pallas_kernels.arguments import Runs, Tiles
 
 
 @dataclass(frozen=True)
@@ -52,14 +52,15 @@ CASES = [
 MILLION = DecodeCase(32, 8, 128, 16, rows=256, tokens=2**20)
 
 
-def decode_arguments(case: DecodeCase, *, lane_multiple: int) -> tuple[Any, ...]:
-    """The arguments of this package's kernels: q, pool, pages, tiles and page_offset."""
+def decode_arguments(case: DecodeCase, *, lane_multiple: int, in_runs: bool = False) -> tuple[Any, ...]:
+    """The arguments of this package's kernels: q, pool, pages or runs, tiles and page_offset."""
     lanes = -(-2 * case.head_dim // lane_multiple) * lane_multiple
     per_row = jax.ShapeDtypeStruct((case.rows,), jnp.int32)
+    per_page = jax.ShapeDtypeStruct((case.rows, case.width), jnp.int32)
     return (
         jax.ShapeDtypeStruct((case.rows, 1, case.q_heads, case.head_dim), jnp.bfloat16),
         jax.ShapeDtypeStruct((case.total_pages, case.kv_heads, case.page_size, lanes), jnp.bfloat16),
-        jax.ShapeDtypeStruct((case.rows, case.width), jnp.int32),
+        Runs(per_page, per_page, per_row) if in_runs else per_page,
         Tiles(per_row, per_row, per_row),
         jax.ShapeDtypeStruct((), jnp.int32),
     )

@@ -7,8 +7,9 @@ of the page table: 16 thousand pages and 16 thousand positions a row, against 4 
 The TPU compiler keeps small arrays in VMEM and gives scatters and gathers to the SparseCore by their size, each with
 other scratch: there the pools are compared with that placement off, for one width of table, and as users compile all
 temporaries must be smaller than one copy of an array of the large pool.
-Each call has 64 rows; a step with all transitions is compiled with 1,024 rows too.  The last case is a step that needs
-its input after changing it, which the gate must refuse.
+Each call has 64 rows; a step with all transitions is compiled with 1,024 rows too, and on extents: what these add to
+the single calls is in `tests.extents.test_in_place`.  The last case is a step that needs its input after changing it,
+which the gate must refuse.
 """
 
 from __future__ import annotations
@@ -32,9 +33,13 @@ from kvjax.engine.batch import make_decode, make_slots
 from kvjax.engine.burst import decode_burst
 from kvjax.engine.speculation import Drafter, NoDrafts, PromptLookup
 from kvjax.engine.swap_steps import restore_pages, save_pages, unpin_pages
+from kvjax.extents import Moves
 from kvjax.grant import make_grant
 
 SMALL, LARGE = 1 << 14, 1 << 22
+SMALL_OF_EXTENTS = 1 << 17
+"""The same on extents: for fewer pages the TPU compiler takes other scratch, half a mebibyte less and whatever the pool
+beyond that."""
 ROWS, MANY_ROWS = 64, 1024
 LAYERS, KV_HEADS, Q_HEADS, DIM, PAGE_SIZE = 1, 1, 2, 64, 16
 NARROW, WIDE = 1 << 14, 1 << 20
@@ -65,6 +70,8 @@ class Case:
     arguments: tuple[Any, ...] = ()
     reads_only: bool = False
     rows: int = ROWS
+    extents: kvjax.extents.ExtentOptions | None = None
+    small: int = SMALL
 
 
 def cases() -> Iterator[Case]:
@@ -110,6 +117,17 @@ def cases() -> Iterator[Case]:
     many = jax.ShapeDtypeStruct((MANY_ROWS,), "int32")
     beam = (many, tensors(MANY_ROWS), queries(MANY_ROWS))
     yield Case("the same, 1,024 rows", partial(_scan, _beam_step), beam, rows=MANY_ROWS)
+    yield from _extent_cases((mask, per_row), _burst(backing, PromptLookup(tokens=3, seen=64)))
+
+
+def _extent_cases(lifecycle: tuple[Any, ...], burst: tuple[Callable, tuple[Any, ...]]) -> Iterator[Case]:
+    """Transitions and a burst in a loop, and a compaction with its page copies, on extents."""
+    options = kvjax.extents.ExtentOptions(span=32, max_runs=128)  # the same for both pools
+    moves = Moves(*(jax.ShapeDtypeStruct((size,), "int32") for size in (ROWS, ROWS, 128, 128, 128)))
+    extents = partial(Case, extents=options, small=SMALL_OF_EXTENTS)
+    yield extents("extents: lifecycles", partial(_scan, _lifecycle), lifecycle)
+    yield extents("extents: burst", *burst)
+    yield extents("extents: compact", partial(kvjax.compact, max_pages=MAX_PAGES), (moves,))
 
 
 class OneLayer:
@@ -183,11 +201,13 @@ def _scan(step: Callable, cache: kvjax.KVCache, *arguments: Any) -> tuple[kvjax.
     return lax.scan(lambda cache, _: step(cache, *arguments), cache, None, length=STEPS)
 
 
-def cache_shapes(rows: int, num_pages: int, max_context: int, backend: Any) -> kvjax.KVCache:
+def cache_shapes(
+    rows: int, num_pages: int, max_context: int, backend: Any, extents: kvjax.extents.ExtentOptions | None = None
+) -> kvjax.KVCache:
     """The cache as shapes: nothing is allocated."""
     spec = kvjax.CacheSpec.uniform(layers=LAYERS, kv_heads=KV_HEADS, head_dim=DIM)
     build = partial(kvjax.init, spec, rows=rows, num_pages=num_pages, page_size=PAGE_SIZE, max_context=max_context)
-    return jax.eval_shape(partial(build, backend=backend))
+    return jax.eval_shape(partial(build, backend=backend, extents=extents))
 
 
 @dataclass(frozen=True)
@@ -215,7 +235,7 @@ def measure(
     case: Case, compile_for: Compile, backend: Any, *, num_pages: int, max_context: int
 ) -> tuple[bool, int, int]:
     """(the whole cache is aliased, bytes aliased, bytes of temporaries) of one call for one size of cache."""
-    cache = cache_shapes(case.rows, num_pages, max_context, backend)
+    cache = cache_shapes(case.rows, num_pages, max_context, backend, case.extents)
     donate = () if case.reads_only else (0,)
     memory = compile_for(case.function, cache, *case.arguments, donate=donate).memory_analysis()
     whole = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
@@ -226,7 +246,7 @@ def measure(
 def check(case: Case, target: Target) -> tuple[bool, str]:
     """(in place, a line that says so) for one call."""
     compare = target.compare or target.compile_for
-    aliased, _, small = measure(case, compare, target.backend, num_pages=SMALL, max_context=target.narrow)
+    aliased, _, small = measure(case, compare, target.backend, num_pages=case.small, max_context=target.narrow)
     large_aliased, alias, large = measure(case, compare, target.backend, num_pages=LARGE, max_context=WIDE)
     good = aliased and large_aliased and large - small <= target.slack
     note = "reads only" if case.reads_only else f"alias {alias:>14,} B"

@@ -7,7 +7,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.arguments import HEAD_DIMS, PAGE_SIZES, QUANTISED_DTYPES, QUERY_DTYPES, Attention, Scales, Tiles
+from pallas_kernels.arguments import (
+    HEAD_DIMS,
+    PAGE_SIZES,
+    QUANTISED_DTYPES,
+    QUERY_DTYPES,
+    Attention,
+    Runs,
+    Scales,
+    Tiles,
+)
 
 struct = jax.ShapeDtypeStruct
 
@@ -56,6 +65,11 @@ class Problem:
             None if scale is None else Scales(scale, scale),
         )
 
+    def shapes_in_runs(self, lane_multiple: int) -> tuple[Any, ...]:
+        """The same with runs in place of pages, as many of them as there are pages at worst."""
+        q, pool, pages, *rest = self.shapes(lane_multiple)
+        return q, pool, Runs(pages, pages, struct(pages.shape[:1], jnp.int32)), *rest
+
     def __str__(self) -> str:
         """What differs from the defaults."""
         changed = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
@@ -63,6 +77,7 @@ class Problem:
 
 
 MILLION = Problem(tiles=256, context=2**20)
+WIDE_SCALES = Problem(pool_dtype="float8_e4m3fn", scales="token", page_size=32)  # a row of them a page, of 256 lanes
 PROBLEMS = (
     Problem(),
     Problem(page_size=128),
@@ -77,7 +92,7 @@ PROBLEMS = (
     Problem(heads="8:1", key_dim=256, page_size=32),
     Problem(pool_dtype="int8"),
     Problem(pool_dtype="int8", scales="token"),
-    Problem(pool_dtype="float8_e4m3fn", scales="token", page_size=32),
+    WIDE_SCALES,
     Problem(pool_dtype="float8_e4m3fn", scales="head", page_size=128),
     Problem(pool_dtype="float8_e5m2", dtype="float32", scales="token", page_size=64),
     Problem(pool_dtype="float8_e5m2", dtype="float16"),
@@ -88,6 +103,13 @@ PROBLEMS = (
     MILLION,
 )
 EVERYWHERE = (PROBLEMS[0], PROBLEMS[1], MILLION)  # what every chip is asked, where others are spread over them
+# What kernels over runs are asked: streams differ in how they copy, not in what is computed.
+IN_RUNS = (
+    *EVERYWHERE,
+    WIDE_SCALES,
+    Problem(heads="9:3", key_dim=64, page_size=32, tiles=1024),
+    Problem(tokens=6, pool_dtype="int8", scales="token", window=100, kept=20, soft_cap=5.0, sinks=True),
+)
 RANDOM_PROBLEMS = 6  # for each target, the same ones every time
 
 

@@ -49,7 +49,8 @@ def tpu_lines(report: dict[str, Any]) -> Iterator[str]:
         f"HBM {chip['hbm_bytes_per_second'] / 1e9:,.0f} GB/s = {needed:,.0f} bytes a cycle"
     )
     yield (
-        f"  {'shape':18s} {'kernel':30s} {'bundles':>7s} {'KV bytes':>9s} {'B/bundle':>8s} {'all ways':>8s} "
+        f"  {'shape':18s} {'kernel':30s} {'copies':>6s} {'bundles':>7s} {'KV bytes':>9s} {'B/bundle':>8s} "
+        f"{'all ways':>8s} {'a run':>5s} "
         f"{'MXU':>4s} {'VALU':>4s} {'load':>4s} {'store':>5s} {'scalar':>6s} {'spills':>6s} "
         f"{'page: copy':>10s} {'compute':>7s}  memory-bound by construction"
     )
@@ -62,9 +63,11 @@ def tpu_lines(report: dict[str, Any]) -> Iterator[str]:
         share = record["share_of_hbm"]
         verdict = "yes" if record["memory_bound"] else f"no: {share:.1%} of what HBM brings"
         verdict += ", on one core of two" if record["one_core"] else ""
+        longest, a_run = record["bytes_per_bundle_longest"], record["bundles_of_a_run"]
         yield (
-            f"{start} {record['bundles']:>7,} {record['block_bytes']:>9,} {record['bytes_per_bundle']:>8,.0f} "
-            f"{record['bytes_per_bundle_longest']:>8,.0f} {units['MXU']:>4.0%} {units['VALU']:>4.0%} "
+            f"{start} {record['copies'] or '–':>6} {record['bundles']:>7,} {record['block_bytes']:>9,} "
+            f"{record['bytes_per_bundle']:>8,.0f} {f'{longest:,.0f}' if longest else '–':>8} {a_run or '–':>5} "
+            f"{units['MXU']:>4.0%} {units['VALU']:>4.0%} "
             f"{units['VLOAD']:>4.0%} {units['VSTORE']:>5.0%} {units['SALU']:>6.0%} {record['vector_spills']:>6,} "
             f"{record['copy_cycles_per_page']:>10,.0f} {record['compute_cycles_per_page']:>7,.0f}  {verdict}"
         )
@@ -102,8 +105,10 @@ def gpu_lines(report: dict[str, Any]) -> Iterator[str]:
 
 TPU_KEY = """\
 bundles, B/bundle: the quickest iteration of the innermost loop that handles a block of K and V, its page copies started
-and awaited, page by page where that is a loop. all ways: B/bundle as if no branch were ever skipped, which no iteration
-is slower than. MXU … scalar: share of issue slots. copy, compute: cycles for a page. Memory-bound: compute ≤ copy."""
+and awaited, page by page where that is a loop. copies: how many it starts. all ways: B/bundle as if no branch were ever
+skipped, which no iteration is slower than; over pages in runs that depends on the runs. a run: the bundles that each
+adds to a block that lies in several. MXU … scalar: share of issue slots. copy, compute: cycles for a page.
+Memory-bound: compute ≤ copy."""
 GPU_KEY = """\
 bulk: bulk copies (UTMALDG, UBLKCP) to shared memory; 16 B: LDGSTS; 4 B: loads of 4 bytes to registers, which page
 ids and lengths are; other: of other widths. K and V come by bulk copies alone if 16 B and other are 0. in flight: the

@@ -4,7 +4,7 @@ Compiles every subject at every shape and writes what the bundles say to FILE, a
 this, one process a target, and prints it.
 """
 
-from tests.compile.bundles import Kernel, ListingError, Work, kernels  # first: it says how libtpu is loaded
+from tests.compile.bundles import Kernel, ListingError, Loop, Work, kernels  # first: it says how libtpu is loaded
 
 # isort: split
 import json
@@ -24,6 +24,7 @@ from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_
 
 from pallas_kernels.arguments import Attention
 from pallas_kernels.hardware import TPUS, TpuFacts
+from pallas_kernels.tpu.extent_attention import extent_attention
 from pallas_kernels.tpu.paged_attention import paged_attention
 from tests.compile.decode_case import CASES, MILLION, DecodeCase, decode_arguments
 from tests.compile.tpu_target import abstract_mesh, compile_for
@@ -38,12 +39,16 @@ PEER_BLOCK_TOKENS = 256
 
 @dataclass(frozen=True)
 class Program:
-    """A function to compile, and how much of K and V one iteration of its inner loop handles."""
+    """A function to compile, and how much of K and V one iteration of its inner loop handles.
+
+    How much work an iteration over runs is at most, depends on how many runs there are.
+    """
 
     function: Callable
-    shapes: tuple[jax.ShapeDtypeStruct, ...]
+    shapes: tuple[Any, ...]
     block_bytes: int
     donate: tuple[int, ...] = ()
+    in_runs: bool = False
 
 
 def _array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
@@ -53,16 +58,17 @@ def _array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
 _ints = partial(_array, dtype=jnp.int32)
 
 
-def our_attention(case: DecodeCase, facts: TpuFacts) -> Program:
-    """The kernel of this package."""
-    shapes = decode_arguments(case, lane_multiple=128)
+def our_attention(in_runs: bool, case: DecodeCase, facts: TpuFacts) -> Program:
+    """The kernels of this package: over pages, or over runs of them."""
+    shapes = decode_arguments(case, lane_multiple=128, in_runs=in_runs)
+    kernel: Callable = extent_attention if in_runs else paged_attention
 
     def function(q, pool, pages, tiles, page_offset):
         attention = Attention(value_dim=case.head_dim, scale=0.1)
-        return paged_attention(q, pool, pages, tiles, page_offset, attention=attention, facts=facts), pool
+        return kernel(q, pool, pages, tiles, page_offset, attention=attention, facts=facts), pool
 
     with jax.sharding.use_abstract_mesh(abstract_mesh(facts.name)):
-        return Program(function, shapes, ring_slot_bytes(jax.make_jaxpr(function)(*shapes)), donate=(1,))
+        return Program(function, shapes, ring_slot_bytes(jax.make_jaxpr(function)(*shapes)), (1,), in_runs)
 
 
 def ring_slot_bytes(jaxpr: jax.extend.core.ClosedJaxpr) -> int:
@@ -123,7 +129,8 @@ def jax_paged(case: DecodeCase, facts: TpuFacts) -> Program:
 
 
 SUBJECTS: dict[str, Callable[[DecodeCase, TpuFacts], Program]] = {
-    "kvjax": our_attention,
+    "kvjax": partial(our_attention, False),
+    "kvjax, pages in runs": partial(our_attention, True),
     "jax ragged, 1 query a block": partial(jax_ragged, 1),
     "jax ragged, 8 queries a block": partial(jax_ragged, 8),
     "jax ragged, 32 (its default)": partial(jax_ragged, 32),
@@ -149,11 +156,20 @@ def chip(target: str) -> dict[str, Any]:
     }
 
 
-def cost(kernel: Kernel, block_bytes: int, page_bytes: int, bytes_per_cycle: float) -> dict[str, Any]:
+def bundles_of_a_run(loop: Loop) -> int:
+    """What it takes to walk to the next run and to start its copy, for a block that lies in several."""
+    (pieces,) = [inner for inner in loop.inner if inner.kernel.work(inner.first, inner.end).copies]
+    (walk,) = pieces.inner
+    least = [part.shortest(0) for part in (pieces, walk)]
+    return sum(work.bundles for work in least if work is not None)
+
+
+def cost(kernel: Kernel, program: Program, page_bytes: int, bytes_per_cycle: float) -> dict[str, Any]:
     """What one iteration of the kernel's inner loop costs, in bundles and against the copy of as many bytes."""
+    block_bytes = program.block_bytes
     loop = kernel.innermost(block_bytes)
-    found = (loop.shortest(block_bytes), loop.longest(block_bytes))
-    shortest, longest = (path if path is not None else Work() for path in found)
+    shortest = loop.shortest(block_bytes) or Work()
+    longest = None if program.in_runs else loop.longest(block_bytes)
     units = list(kernel.units)
     # A core that works alone has the memory of both to keep up with.
     bytes_per_cycle *= 2 if kernel.one_core else 1
@@ -161,10 +177,12 @@ def cost(kernel: Kernel, block_bytes: int, page_bytes: int, bytes_per_cycle: flo
         "one_core": kernel.one_core,
         "share_of_hbm": block_bytes / shortest.bundles / bytes_per_cycle,
         "block_bytes": block_bytes,
+        "copies": shortest.copies,
         "bundles": shortest.bundles,
-        "bundles_longest": longest.bundles,
+        "bundles_longest": longest and longest.bundles,
+        "bundles_of_a_run": bundles_of_a_run(loop) if program.in_runs else None,
         "bytes_per_bundle": block_bytes / shortest.bundles,
-        "bytes_per_bundle_longest": block_bytes / longest.bundles,
+        "bytes_per_bundle_longest": longest and block_bytes / longest.bundles,
         "units": kernel.utilisation(shortest),
         "vector_spills": shortest.use[units.index("VSTORE:SPILL")],
         "vector_fills": shortest.use[units.index("VLOAD:FILL")],
@@ -172,7 +190,7 @@ def cost(kernel: Kernel, block_bytes: int, page_bytes: int, bytes_per_cycle: flo
         "copy_cycles_per_page": page_bytes / bytes_per_cycle,
         "compute_cycles_per_page": page_bytes * shortest.bundles / block_bytes,
         "memory_bound": block_bytes / shortest.bundles >= bytes_per_cycle,
-        "memory_bound_longest": block_bytes / longest.bundles >= bytes_per_cycle,
+        "memory_bound_longest": longest and block_bytes / longest.bundles >= bytes_per_cycle,
     }
 
 
@@ -193,7 +211,7 @@ def measured(target: str, case: DecodeCase, subject: str, bytes_per_cycle: float
         raise
     except Exception as error:  # whatever the compiler raises is what is reported
         return record | {"refused": reason(error)}
-    return record | cost(kernel, program.block_bytes, case.page_bytes, bytes_per_cycle)
+    return record | cost(kernel, program, case.page_bytes, bytes_per_cycle)
 
 
 def compiles(target: str, case: DecodeCase, subject: str) -> dict[str, Any]:

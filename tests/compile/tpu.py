@@ -22,10 +22,23 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.arguments import Attention
+from pallas_kernels.arguments import Attention, Runs
 from pallas_kernels.hardware import MIB, TPUS, TpuFacts
+from pallas_kernels.tpu.attend_tiles import attend_tiles
+from pallas_kernels.tpu.extent_attention import extent_attention
+from pallas_kernels.tpu.extent_stream import ExtentStream
 from pallas_kernels.tpu.paged_attention import TILE_LINES, paged_attention
-from tests.compile.problems import EVERYWHERE, MILLION, PROBLEMS, RANDOM_PROBLEMS, random_problem, round_up, struct
+from tests.compile.problems import (
+    EVERYWHERE,
+    IN_RUNS,
+    MILLION,
+    PROBLEMS,
+    RANDOM_PROBLEMS,
+    WIDE_SCALES,
+    random_problem,
+    round_up,
+    struct,
+)
 from tests.compile.spread import spread
 from tests.compile.tpu_target import TOPOLOGIES, compile_for
 
@@ -47,10 +60,9 @@ class Check:
 
 
 def one_layer(facts: TpuFacts, attention: Attention, q, pool, pages, tiles, page_offset, sinks, scales):
-    """A layer's attention; the donated pool goes back as it is."""
-    out = paged_attention(
-        q, pool, pages, tiles, page_offset, attention=attention, sinks=sinks, scales=scales, facts=facts
-    )
+    """A layer's attention over pages or runs; the donated pool goes back as it is."""
+    kernel = extent_attention if isinstance(pages, Runs) else paged_attention
+    out = kernel(q, pool, pages, tiles, page_offset, attention=attention, sinks=sinks, scales=scales, facts=facts)
     return out, pool
 
 
@@ -94,6 +106,34 @@ def buffer_beyond_vector_memory(q, pool, *rest):
     return call(pool), pool
 
 
+def interleaved_rows_at_once(facts: TpuFacts, attention: Attention, q, pool, runs, *rest):
+    """What the kernel over runs must not do: one copy for the rows of scales of several pages, in tiles of 8 rows."""
+
+    class AllAtOnce(ExtentStream):
+        @staticmethod
+        def pages_are_adjacent(source):
+            return True
+
+    tiles, page_offset, sinks, scales = rest
+    out = attend_tiles(
+        q,
+        pool,
+        (runs.starts, runs.ends),
+        (runs.num_runs,),
+        tiles,
+        page_offset,
+        stream=AllAtOnce,
+        attention=attention,
+        sinks=sinks,
+        scales=scales,
+        facts=facts,
+        pages_per_block=None,
+        interpret=False,
+        name="all_at_once",
+    )
+    return out, pool
+
+
 def page_of_odd_width(q, pool, *rest):
     """What the layout avoids: pages whose lanes are no multiple of 128, which XLA copies into a padded pool."""
 
@@ -111,6 +151,10 @@ def checks(facts: TpuFacts) -> Iterator[Check]:
         attend = partial(one_layer, facts, problem.attention)
         shapes = problem.shapes(LANES)
         yield Check(f"paged_attention {problem}", attend, shapes, everywhere=problem in EVERYWHERE)
+    for problem in IN_RUNS:
+        attend = partial(one_layer, facts, problem.attention)
+        shapes = problem.shapes_in_runs(LANES)
+        yield Check(f"extent_attention {problem}", attend, shapes, everywhere=problem in EVERYWHERE)
     large = MILLION.shapes(LANES)
     scanned = partial(all_layers, facts, MILLION.attention)
     yield Check(f"paged_attention {MILLION}, scanned over {LAYERS} layers", scanned, large)
@@ -118,6 +162,9 @@ def checks(facts: TpuFacts) -> Iterator[Check]:
     yield Check("broken: a buffer beyond vector memory", buffer_beyond_vector_memory, large, "(?i)vmem")
     yield Check("broken: the page table in scalar memory", table_in_scalar_memory, large, "(?i)smem")
     odd = struct((2**15, 3, 16, 160), jnp.bfloat16)
+    wide = WIDE_SCALES.shapes_in_runs(LANES)
+    at_once = partial(interleaved_rows_at_once, facts, WIDE_SCALES.attention)
+    yield Check("broken: interleaved rows of scales in one copy", at_once, wide, "must be aligned to tiles")
     yield Check("broken: pages of 160 lanes", page_of_odd_width, (large[0], odd), "temporary bytes")
 
 

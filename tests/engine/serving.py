@@ -7,7 +7,8 @@ from functools import cache
 
 import numpy as np
 
-from kvjax.engine import Backing, ContiguousBacking, Engine, PagedBacking, Request, Result
+from kvjax.engine import Backing, ContiguousBacking, Engine, ExtentBacking, PagedBacking, Request, Result
+from kvjax.extents import ExtentOptions
 from tests.engine.tiny_model import CONTEXT, VOCABULARY, TinyModel, reference_tokens
 from tests.margins import assert_equal_tokens, compare_tokens
 
@@ -30,6 +31,10 @@ def expected(prompt: tuple[int, ...], number: int = NEW_TOKENS) -> tuple[list[in
 
 def paged(num_pages: int, page_size: int) -> PagedBacking:
     return PagedBacking(num_pages, page_size, CONTEXT)
+
+
+def extents(num_pages: int, page_size: int, *, mean_runs: float = 1.5, **options: int) -> ExtentBacking:
+    return ExtentBacking(num_pages, page_size, CONTEXT, extents=ExtentOptions(**options), mean_runs=mean_runs)
 
 
 def contiguous(rows: int) -> ContiguousBacking:

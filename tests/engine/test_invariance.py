@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from kvjax.engine import Backing, Request
+from kvjax.engine import Backing, ExtentBacking, Request
 from kvjax.engine.sequence import Generation
 from kvjax.pages import check_invariants
 from tests.engine.serving import (
@@ -14,6 +14,7 @@ from tests.engine.serving import (
     assert_expected,
     assert_same_tokens,
     contiguous,
+    extents,
     greedy,
     make_engine,
     model,
@@ -49,6 +50,7 @@ SETTINGS = (
     ),
     Setting("pages of 1, few, shared prefix", paged(100, 1), max_seqs=3, burst=1, shares_prefix=True, tight=True),
     Setting("pages of 64, few, one token a chunk", paged(2, 64), max_seqs=2, chunk=1, tight=True),
+    Setting("extents, few, shared prefix", extents(40, 4), max_seqs=6, burst=3, shares_prefix=True, tight=True),
 )
 ROOMY, SHARING = SETTINGS[1:3]
 
@@ -62,7 +64,9 @@ def test_a_setting_changes_no_token(setting):
     assert (metrics.preemptions > 0) == setting.tight
     assert metrics.copies_on_write > 0 or not setting.shares_prefix or setting.backing.page_size == 1
     if setting.backing.shares_pages:
-        assert check_invariants(engine._runner.cache.table) == []
+        cache = engine._runner.cache
+        assert cache.transitions.check_invariants(cache.ownership) == []
+    assert (metrics.compactions > 0) == isinstance(setting.backing, ExtentBacking)
 
 
 @pytest.mark.parametrize("setting", (SETTINGS[0], SHARING), ids=lambda setting: setting.name)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.arguments import Attention, Scales, Tiles, check_arguments
+from pallas_kernels.arguments import Attention, Runs, Scales, Tiles, check_arguments
 
 GOOD = {
     "q": ((4, 1, 8, 64), jnp.float32),
@@ -16,12 +16,15 @@ GOOD = {
 }
 INT8 = ((10, 2, 16, 128), jnp.int8)
 SCALE = ((), jnp.float32)
+RUNS, PER_ROW = ((4, 3), jnp.int32), ((4,), jnp.int32)  # lists of runs, and what has one entry a row
 
 
-def check(*, lane_multiple=1, value_dim=64, sinks=None, scales=None, **change):
+def check(*, lane_multiple=1, value_dim=64, sinks=None, scales=None, runs=None, **change):
     arrays = {name: jax.ShapeDtypeStruct(*spec) for name, spec in {**GOOD, **change}.items()}
     check_arguments(
-        *(arrays[name] for name in ("q", "pool", "pages")),
+        arrays["q"],
+        arrays["pool"],
+        Runs(*(jax.ShapeDtypeStruct(*spec) for spec in runs)) if runs else arrays["pages"],
         Tiles(*(arrays[name] for name in ("row", "queries", "context"))),
         attention=Attention(value_dim, 0.125),
         sinks=sinks and jax.ShapeDtypeStruct(*sinks),
@@ -39,6 +42,7 @@ def check(*, lane_multiple=1, value_dim=64, sinks=None, scales=None, **change):
         {"pool": INT8, "scales": (SCALE, ((2,), jnp.float32))},
         {"pool": INT8, "scales": (SCALE, ((10, 128), jnp.float32)), "lane_multiple": 128},
         {"pool": ((10, 2, 16, 176), jnp.float32), "value_dim": 112},
+        {"runs": (RUNS, RUNS, PER_ROW)},
     ],
 )
 def test_good_arguments_are_taken(change):
@@ -53,6 +57,13 @@ def test_good_arguments_are_taken(change):
         ({"q": ((4, 1, 8, 64), jnp.bfloat16)}, "q.dtype=.*bfloat16.*cast q"),
         ({"q": ((4, 1, 8, 64), jnp.int32)}, "q.dtype=.*int32.*bfloat16, float16, float32"),
         ({"pages": ((4, 8), jnp.uint32)}, "pages.dtype=uint32; cast it to int32"),
+        ({"pages": ((4,), jnp.int32)}, r"pages.shape=\(4,\); pass \[rows, width\]"),
+        ({"pages": ((4, 0), jnp.int32)}, "neither 0"),
+        ({"runs": (((4, 3), jnp.int16), RUNS, PER_ROW)}, "runs.starts.dtype=int16; cast it to int32"),
+        ({"runs": (RUNS, ((12,), jnp.int32), PER_ROW)}, r"runs.ends.shape=\(12,\); pass \[rows, max_runs\]"),
+        ({"runs": (RUNS, RUNS, ((4,), jnp.uint32))}, "runs.num_runs.dtype=uint32; cast it to int32"),
+        ({"runs": (RUNS, ((4, 2), jnp.int32), PER_ROW)}, r"runs.ends.shape=\(4, 2\).*one shape \[rows, max_runs\]"),
+        ({"runs": (RUNS, RUNS, ((3,), jnp.int32))}, r"runs.num_runs.shape=\(3,\).*one entry a row"),
         ({"context": ((5,), jnp.int32)}, r"context.shape=\(5,\).*each of the 4 tiles"),
         ({"q": ((4, 1, 9, 64), jnp.float32)}, "q_heads=9 is not a multiple of kv_heads=2"),
         ({"q": ((4, 1, 8, 72), jnp.float32)}, "key_dim=72.*64, 80"),

@@ -1,8 +1,6 @@
 """The TPU kernel keeps the contract under the TPU interpreter, and broken twins of it do not."""
 
 import base64
-import contextlib
-import io
 import json
 import re
 from dataclasses import replace
@@ -12,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax._src.lib import tpu as tpu_dialect
-from jax.experimental.pallas import tpu as pltpu
 from jaxlib.mlir import ir
 
 from pallas_kernels.arguments import Attention, Tiles
@@ -21,34 +18,16 @@ from pallas_kernels.tpu import paged_attention as kernel
 from pallas_kernels.tpu.page_stream import PageStream
 from pallas_kernels.tpu.running_softmax import RunningSoftmax
 from pallas_kernels.tpu.visibility import Visibility
-from tests.kernels import contract
+from tests.kernels import contract, tpu_interpreter
+from tests.kernels.races import RaceFoundError
+from tests.kernels.tpu_interpreter import INTERPRET
 
-INTERPRET = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
 CASE = contract.CASES[0]
 
 
-class RaceFoundError(Exception):
-    """The interpreter saw a race."""
-
-
-def run(case, *, facts=TPU_V6E, interpret=INTERPRET, pages_per_block=None):
-    """Holds the kernel to the contract. Some versions of JAX raise when they see a race, others only print."""
-    # Small blocks, so that a context takes several and a table slice ends inside a long row.
-    pages_per_block = pages_per_block or 128 // case.page_size
-    options = {"facts": facts, "interpret": interpret, "pages_per_block": pages_per_block}
-    attention = jax.jit(partial(kernel.paged_attention, **options), static_argnames="attention")
-    printed = io.StringIO()
-    try:
-        with contextlib.redirect_stdout(printed):
-            contract.run(attention, case, lane_multiple=128)
-    except Exception as error:
-        if "RACE DETECTED" in str(error):
-            raise RaceFoundError from error
-        raise
-    finally:
-        pltpu.reset_tpu_interpret_mode_state()
-    if "RACE DETECTED" in printed.getvalue():
-        raise RaceFoundError(printed.getvalue())
+def run(case, **options):
+    problem = contract.make_problem(case, lane_multiple=128)
+    tpu_interpreter.run(kernel.paged_attention, problem, **options)
 
 
 @pytest.mark.parametrize("case", [case for case in contract.CASES if case.stored_dtype != "float16"], ids=str)

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -329,6 +330,27 @@ def test_several_groups_pins_limbo_and_reservations_come_back(tmp_path):
                 np.testing.assert_array_equal(one, two)
 
 
+def test_extents_are_found_again_from_the_table(tmp_path):
+    """Saved with extents and loaded with them, or without, or the other way round: the same pages in the same runs."""
+    spec = kvjax.CacheSpec.uniform(layers=1, kv_heads=1, head_dim=8, dtype="float32")
+    build = partial(kvjax.init, spec, rows=3, num_pages=21, page_size=2, max_context=16, backend="xla")
+    options = kvjax.extents.ExtentOptions(span=1)
+    cache = jax.jit(half_served)(build(extents=options))
+    descriptor = kvjax.describe(cache, [range(9), (), ()], **contract())
+    kvjax.save(cache, tmp_path / "extents.kv", descriptor)
+    loaded = kvjax.load(tmp_path / "extents.kv", descriptor, backend="xla", extents=options)
+    assert kvjax.extents.check_invariants(loaded.ownership) == [] and loaded.extents[0].runs.num_runs[0] > 1
+    np.testing.assert_array_equal(loaded.extents[0].runs.counts, cache.extents[0].runs.counts)
+    grown, _ = kvjax.reserve(loaded, jnp.array([0, 9, 0]), max_tokens=16)
+    assert kvjax.extents.check_invariants(grown.ownership) == []
+
+    plain = kvjax.load(tmp_path / "extents.kv", descriptor, backend="xla")
+    assert plain.extents is None and kvjax.check_invariants(plain.table) == []
+    with pytest.raises(ValueError, match=r"max_runs=1; pass ExtentOptions\(max_runs=2\)"):
+        few = kvjax.extents.ExtentOptions(span=1, max_runs=1)
+        kvjax.load(tmp_path / "extents.kv", descriptor, backend="xla", extents=few)
+
+
 def test_an_empty_cache_can_be_saved(tmp_path):
     cache = kvjax.init(model().spec, rows=2, num_pages=4, page_size=4, max_context=8, backend="xla")
     descriptor = kvjax.describe(cache, [(), ()], **contract())
@@ -341,6 +363,7 @@ def test_an_empty_cache_can_be_saved(tmp_path):
 SHARDED = """
 import jax, numpy as np, pytest, sys
 from dataclasses import replace
+from functools import partial
 from jax.sharding import AxisType
 import kvjax
 from kvjax.descriptor import DescriptorMismatch

@@ -18,25 +18,6 @@ from kvjax.virtual.flight import Flight
 from tests.virtual.spaces import CONTEXT, PAGE, ROWS, contents, extend, fill, make_space
 
 
-def test_resident_memory_grows_with_tokens_and_not_with_reservations():
-    """64 rows × 32,768 reserved tokens, 1,000 used each: within 1.1 × their bytes plus a page-group a row."""
-    spec = kvjax.CacheSpec.uniform(layers=2, kv_heads=2, head_dim=64, dtype="float32")
-    space = VirtualSpace(spec, rows=64, num_pages=4096, max_context=32768, page_group_bytes=65536)
-    rows = [space.admit(1000) for _ in range(64)]
-    assert sorted(rows) == list(range(64))
-    assert not space.step(np.full(64, 1000)).any()
-    space.commit()
-    space.settle()
-    figures = space.figures()
-    token = 2 * 2 * 128 * 4
-    assert figures.reserved_bytes >= 64 * 32768 * token
-    assert figures.useful_bytes == 64 * 1000 * token
-    assert figures.resident_bytes >= figures.useful_bytes
-    assert figures.resident_bytes <= 1.1 * 64 * 1000 * token + 64 * space.layout.page_bytes
-    assert space.check() == []
-    space.close()
-
-
 def test_a_shared_prefix_is_the_same_memory():
     """Two rows share a 1,000-token prefix in the same physical pages, by the kernel's account and by their bytes."""
     spec = kvjax.CacheSpec.uniform(layers=2, kv_heads=2, head_dim=64, dtype="float32")

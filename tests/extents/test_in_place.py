@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from kvjax.virtual import extents as E
+from kvjax import extents as E
 from tests.compile.in_place import LARGE, NARROW, PAGE_SIZE, ROWS, SLACK_BYTES, SMALL, WIDE, compile_on_cpu
 
 MAX_PAGES, MAX_RUNS, SPAN = 512, 64, 32
@@ -27,7 +27,7 @@ def lifecycle(extents, tokens, mask):
         extents, _ = E.fork(extents, tokens, max_pages=MAX_PAGES)
         extents, _ = E.truncate(extents, extents.table.length // 2, max_pages=MAX_PAGES)
         extents, _ = E.release(extents, mask, max_pages=MAX_PAGES)
-        extents, _ = E.advance(extents, extents.table.epoch, max_pages=MAX_PAGES)
+        extents, _ = E.advance(extents, extents.table.epoch)
         return extents, info.status
 
     return lax.scan(step, extents, None, length=8)

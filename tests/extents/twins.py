@@ -9,8 +9,8 @@ from unittest import mock
 
 import jax.numpy as jnp
 
-from kvjax.virtual.extents import choose, compaction, transitions
-from tests.virtual.extent_walk import ExtentWalk, compiled, fresh
+from kvjax.extents import choose, compaction, transitions
+from tests.extents.walk import ExtentWalk, compiled, fresh
 
 LIMIT = 400
 """Steps after which a twin counts as not caught."""
@@ -75,7 +75,7 @@ def places_of_dropped_pages_are_stale(real):
 
 def freed_pages_are_not_counted(real):
     """Spans are never whole again."""
-    return lambda before, after, extents, bound: (after, extents)
+    return lambda before, after, extents: (after, extents)
 
 
 def runs_are_not_cut(real):

@@ -13,9 +13,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int32
 
+from kvjax.extents.table import Extents
 from kvjax.pages.plan import writers_of_each
 from kvjax.pages.table import GroupPages
-from kvjax.virtual.extents.table import Extents
+
+_NOTED_AT_ONCE = 512
+"""Pages that are counted as free in one turn of a loop: most calls free fewer, and many free none."""
 
 
 def compress(values: Int32[Array, " bound"], kept: Bool[Array, " bound"], fill: int) -> Int32[Array, " bound"]:
@@ -102,18 +105,32 @@ def note_dropped(before: GroupPages, after: GroupPages, extents: Extents, bound:
     return after, replace(extents, place=extents.place.at[page].set(where, mode="drop"))
 
 
-def note_freed(before: GroupPages, after: GroupPages, extents: Extents, bound: int) -> tuple[GroupPages, Extents]:
-    """Counts the pages whose limbo ended, at most `bound`; spans that are whole again may be taken."""
-    page, _, after = _between(before.ready, after.ready, after, bound)
+def note_freed(before: GroupPages, after: GroupPages, extents: Extents) -> tuple[GroupPages, Extents]:
+    """Counts the pages whose limbo ended, a part at a time; spans that are whole again may be taken."""
+    number = (after.ready - before.ready) % (2 * after.num_pages)
+
+    def note_part(part: Int32[Array, ""], state: tuple[GroupPages, Extents]) -> tuple[GroupPages, Extents]:
+        group, extents = state
+        start = before.ready + part * _NOTED_AT_ONCE
+        end = jnp.minimum(before.ready + number, start + _NOTED_AT_ONCE)
+        page, _, group = _between(start, end, group, _NOTED_AT_ONCE)
+        return group, _note_freed(page, extents)
+
+    return lax.fori_loop(0, -(-number // _NOTED_AT_ONCE), note_part, (after, extents))
+
+
+def _note_freed(page: Int32[Array, " bound"], extents: Extents) -> Extents:
+    """Counts these pages (distinct; `num_pages` means none), and enters the spans that are whole with them."""
     none = extents.num_spans
-    span = jnp.where(page < after.num_pages, page // extents.span, none)
+    # Pages past the last whole span, and no page at all, fall out of range.
+    span = jnp.minimum(page // extents.span, none)
     span_free = extents.span_free.at[span].add(1, mode="drop")
     whole = span_free.at[span].get(mode="fill", fill_value=0) == extents.span
     whole, span_free = lax.optimization_barrier((whole, span_free))
     whole &= writers_of_each(jnp.where(whole, span, none))[1]
     rank = jnp.cumsum(whole, dtype=jnp.int32) - whole
     target = jnp.where(whole, (extents.span_tail + rank) % none, none)
-    return after, replace(
+    return replace(
         extents,
         span_free=span_free,
         spans=extents.spans.at[target].set(span, mode="drop"),

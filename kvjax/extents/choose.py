@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int32
 
+from kvjax.extents.free import compress, free_pages_among, whole_spans_among
+from kvjax.extents.table import Extents
 from kvjax.pages.table import GroupPages
-from kvjax.virtual.extents.free import compress, free_pages_among, whole_spans_among
-from kvjax.virtual.extents.table import Extents
 
 Packed = tuple[Int32[Array, " bound"], Int32[Array, " bound"]]
 """(row, index): what the row takes as its index-th page; padding has row == rows."""

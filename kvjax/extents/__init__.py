@@ -1,10 +1,12 @@
 """Extents: a page table whose rows are short lists of runs of adjacent pages, for kernels that copy a run at a time."""
 
-from kvjax.virtual.extents.compaction import CompactInfo, Moves, compact
-from kvjax.virtual.extents.invariants import check_invariants, pages_of_runs
-from kvjax.virtual.extents.planning import CompactionLimits, plan_compaction
-from kvjax.virtual.extents.table import Extents, ExtentShape, ExtentTable, Runs, make_extent_table
-from kvjax.virtual.extents.transitions import (
+from kvjax.extents.compaction import CompactInfo, Moves, compact
+from kvjax.extents.finding import find_extents
+from kvjax.extents.invariants import check_invariants, pages_of_runs
+from kvjax.extents.options import ExtentOptions
+from kvjax.extents.planning import CompactionLimits, plan_compaction
+from kvjax.extents.table import Extents, ExtentShape, ExtentTable, Runs, make_extent_table, make_extents
+from kvjax.extents.transitions import (
     adopt,
     advance,
     commit,
@@ -21,6 +23,7 @@ from kvjax.virtual.extents.transitions import (
 __all__ = [
     "CompactInfo",
     "CompactionLimits",
+    "ExtentOptions",
     "ExtentShape",
     "ExtentTable",
     "Extents",
@@ -31,8 +34,10 @@ __all__ = [
     "check_invariants",
     "commit",
     "compact",
+    "find_extents",
     "fork",
     "make_extent_table",
+    "make_extents",
     "pages_needed",
     "pages_of_runs",
     "pin",

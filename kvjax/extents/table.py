@@ -20,37 +20,7 @@ from jaxtyping import Array, Int32
 
 from kvjax.inputs import static_size
 from kvjax.pages import GroupShape, PageTable, make_page_table
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, slots=True)
-class Runs:
-    """The pages of each row as a short list of runs; entries at or past `num_runs` hold anything.
-
-    Attributes:
-      starts: physical page at which a run begins.
-      ends: logical page at which it ends.
-      num_runs: runs a row has.
-    """
-
-    starts: Int32[Array, "rows max_runs"]
-    ends: Int32[Array, "rows max_runs"]
-    num_runs: Int32[Array, " rows"]
-
-    @property
-    def rows(self) -> int:
-        return self.starts.shape[0]
-
-    @property
-    def max_runs(self) -> int:
-        return self.starts.shape[1]
-
-    @property
-    def counts(self) -> Int32[Array, "rows max_runs"]:
-        """Pages in each run; 0 at and past `num_runs`.  Made from `ends`, O(rows · max_runs)."""
-        begins = jnp.concatenate([jnp.zeros((self.rows, 1), jnp.int32), self.ends[:, :-1]], axis=1)
-        exists = jnp.arange(self.max_runs, dtype=jnp.int32) < self.num_runs[:, None]
-        return jnp.where(exists, self.ends - begins, 0)
+from pallas_kernels.arguments import Runs
 
 
 @jax.tree_util.register_dataclass
@@ -138,10 +108,11 @@ def make_extent_table(groups: Sequence[ExtentShape], *, rows: int, max_epochs: i
     """
     shapes = [GroupShape(shape.num_pages, shape.page_size, shape.width) for shape in groups]
     table = make_page_table(shapes, rows=rows, max_epochs=max_epochs)
-    return ExtentTable(table, tuple(_make_extents(shape, rows) for shape in groups))
+    return ExtentTable(table, tuple(make_extents(shape, rows) for shape in groups))
 
 
-def _make_extents(shape: ExtentShape, rows: int) -> Extents:
+def make_extents(shape: ExtentShape, rows: int) -> Extents:
+    """The adjacency of one group in which every page is free."""
     num_spans = shape.num_pages // shape.span
     # Every leaf has a buffer of its own: one buffer in two donated leaves would be an error.
     return Extents(

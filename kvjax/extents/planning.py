@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.extents.compaction import Moves
+from kvjax.extents.table import ExtentTable
 from kvjax.pages.table import GroupPages
-from kvjax.virtual.extents.compaction import Moves
-from kvjax.virtual.extents.table import ExtentTable
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int32
 
-from kvjax.virtual.extents.table import Runs
+from kvjax.extents.table import Runs
 
 NO_PAGE = -2
 """Before a row's first page: no page number follows it."""

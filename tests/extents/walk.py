@@ -14,8 +14,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from kvjax import extents as E
 from kvjax.pages import GroupShape, Status
-from kvjax.virtual import extents as E
 from tests.pages.harness import MAX_EPOCHS, OPERATIONS, UNWRITTEN, Harness, Setting
 from tests.pages.model import Model
 from tests.pages.walk import RandomWalk
@@ -33,12 +33,9 @@ LIMITS = E.CompactionLimits(moves=12, entries=24, pages=45)
 
 
 def fresh(name: str) -> Any:
-    """A transition as it is now, jitted afresh, the bound of `advance` filled in."""
+    """A transition as it is now, jitted afresh."""
     static = ("max_tokens",) if name in ("reserve", "pages_needed") else ("max_pages", "group")
-    function = jax.jit(lambda *args, **kwargs: getattr(E, name)(*args, **kwargs), static_argnames=static)
-    if name != "advance":
-        return function
-    return lambda table, completed: function(table, completed, max_pages=table.table.groups[0].num_pages)
+    return jax.jit(lambda *args, **kwargs: getattr(E, name)(*args, **kwargs), static_argnames=static)
 
 
 @cache

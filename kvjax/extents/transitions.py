@@ -14,17 +14,17 @@ from jax import lax
 from jaxtyping import Array, Bool, Int32
 
 from kvjax import pages
-from kvjax.inputs import row_integers, static_size
+from kvjax.extents.choose import choose_pages
+from kvjax.extents.free import bring_pages, note_dropped, note_freed
+from kvjax.extents.runs import NO_PAGE, Entries, append, last_page, replace_page, runs_added, shorten
+from kvjax.extents.table import Extents, ExtentTable, Runs
+from kvjax.inputs import row_integers
 from kvjax.packing import pack_rows
 from kvjax.pages import AdvanceInfo, Info, PageTable, PinInfo, ReserveInfo, Status
 from kvjax.pages.grow import apply_plan, most_pages
 from kvjax.pages.mapping import read_entries
 from kvjax.pages.plan import GroupPlan, ReservePlan, plan_reserve
 from kvjax.pages.table import GroupPages, pages_for
-from kvjax.virtual.extents.choose import choose_pages
-from kvjax.virtual.extents.free import bring_pages, note_dropped, note_freed
-from kvjax.virtual.extents.runs import NO_PAGE, Entries, append, last_page, replace_page, runs_added, shorten
-from kvjax.virtual.extents.table import Extents, ExtentTable, Runs
 
 
 def reserve(
@@ -133,22 +133,15 @@ def unpin(extents: ExtentTable, ids: Sequence[Int32[Array, " _"]]) -> tuple[Exte
     return _dropped(extents, table, most), info
 
 
-def advance(extents: ExtentTable, completed: Int32[Array, ""], *, max_pages: int) -> tuple[ExtentTable, AdvanceInfo]:
+def advance(extents: ExtentTable, completed: Int32[Array, ""]) -> tuple[ExtentTable, AdvanceInfo]:
     """Closes the open epoch and frees the pages dropped up to the end of epoch `completed`; see `kvjax.pages.advance`.
 
-    Whole spans are counted as pages become free, so a call frees at most `max_pages` pages a group: what is left over
-    stays in limbo until the next call, however often it says the same `completed`.  O(max_pages · log max_pages).
+    Whole spans are counted as pages become free: O(1), and O(log) for each page freed, which is once for each dropped.
     """
-    max_pages = static_size("max_pages", max_pages)
     table, info = pages.advance(extents.table, completed)
-    groups, updated = [], []
-    for old, new, extent in zip(extents.table.groups, table.groups, extents.extents, strict=True):
-        freed = jnp.minimum((new.ready - old.ready) % (2 * new.num_pages), max_pages)
-        new = replace(new, ready=(old.ready + freed) % (2 * new.num_pages))
-        new, extent = note_freed(old, new, extent, max_pages)
-        groups.append(new)
-        updated.append(extent)
-    return ExtentTable(replace(table, groups=tuple(groups)), tuple(updated)), info
+    noted = [note_freed(*each) for each in zip(extents.table.groups, table.groups, extents.extents, strict=True)]
+    groups, updated = zip(*noted, strict=True)
+    return ExtentTable(replace(table, groups=groups), updated), info
 
 
 def _decide(

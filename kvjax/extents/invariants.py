@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from kvjax import pages
-from kvjax.pages import PageTable
+from kvjax.extents.table import Extents, ExtentTable, Runs
 from kvjax.pages.table import GroupPages
-from kvjax.virtual.extents.table import Extents, ExtentTable, Runs
 
 _MOST = 8
 """Findings listed of one kind."""
@@ -25,7 +21,7 @@ def check_invariants(extents: ExtentTable) -> list[str]:
     wholly free span once, and `span_place` says where.
     """
     extents = jax.tree.map(np.asarray, extents)
-    found = pages.check_invariants(_all_freed(extents.table))
+    found = pages.check_invariants(extents.table)
     for index, (group, extent) in enumerate(zip(extents.table.groups, extents.extents, strict=True)):
         lines = [*_runs(group, extent.runs), *_places(group, extent), *_spans(group, extent)]
         found += [f"group {index}: {line}" for line in lines]
@@ -43,17 +39,6 @@ def pages_of_runs(runs: Runs, row: int) -> np.ndarray:
         ]
         or [np.zeros(0, int)]
     )
-
-
-def _all_freed(table: PageTable) -> PageTable:
-    """The table as the page table's `advance` would have left it, which frees everything at once."""
-    behind = int(np.subtract(table.epoch, table.completed))
-    groups = []
-    for group in table.groups:
-        known = 1 <= behind <= len(group.fences) and int(table.completed) >= 0
-        fence = group.fences[int(table.completed) % len(group.fences)] if known else group.ready
-        groups.append(replace(group, ready=jnp.int32(fence)))
-    return replace(table, groups=tuple(groups))
 
 
 def _runs(group: GroupPages, runs: Runs) -> list[str]:

@@ -9,15 +9,15 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int32
 
+from kvjax.extents.free import bring_pages, free_pages_among, note_dropped
+from kvjax.extents.runs import Entries, append, runs_added, shorten
+from kvjax.extents.table import Extents, ExtentTable
 from kvjax.inputs import integers
 from kvjax.packing import pack_rows
 from kvjax.pages import PageCopy, Status
 from kvjax.pages.holders import change_holders, take_pages
 from kvjax.pages.mapping import read_entries, within_bound, write_entries
 from kvjax.pages.table import GroupPages
-from kvjax.virtual.extents.free import bring_pages, free_pages_among, note_dropped
-from kvjax.virtual.extents.runs import Entries, append, runs_added, shorten
-from kvjax.virtual.extents.table import Extents, ExtentTable
 
 
 @jax.tree_util.register_dataclass
