@@ -21,7 +21,7 @@ from pallas_kernels.arguments import Attention, Scales, Tiles, check_arguments
 from pallas_kernels.hardware import TpuFacts
 from pallas_kernels.tpu import cores
 from pallas_kernels.tpu.block_rule import Shape, choose_blocks
-from pallas_kernels.tpu.page_stream import SLICE, PageStream, TileRefs
+from pallas_kernels.tpu.page_stream import SLICE, PageStream, TileRefs, in_tiles
 from pallas_kernels.tpu.running_softmax import LANES, RunningSoftmax, matmul
 from pallas_kernels.tpu.slots import load_slots, load_token_scales, product_dtype
 from pallas_kernels.tpu.spans import Scalar
@@ -104,7 +104,7 @@ def paged_attention(
 
     struct = jax.ShapeDtypeStruct
     half_dims = (1, 1, value_dim) if facts.tensor_cores > 1 else ()
-    sources = (pool, *token_scales)
+    sources = (in_tiles(pool), *token_scales)
     sink_lines = () if sinks is None else (_of_lines(sinks[None, None, :, None], (1, tokens, q_heads, 1), kv_heads)[0],)
     value_lanes = lanes - key_dim // LANES * LANES
     in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
@@ -256,8 +256,9 @@ def _attend_block(
     kv_heads, _, key_dim = q.shape
     slots, *rows = buffers
     key_rows, value_rows = (rows.pop(0) if per_token else None for per_token in scales_per_token)
-    page_size = slots.shape[2]
-    tokens = slots.shape[0] * page_size
+    pages, _, tiles, rows_of_tile, lanes = slots.shape
+    page_size = tiles * rows_of_tile
+    tokens = pages * page_size
     # The columns of 128 lanes that hold keys, and those that hold values: one and the same for heads of 64. Then the
     # keys' product runs over lanes of V as well, which zeros in q silence, and the values' product makes lanes of K,
     # which are dropped at the end. That is cheaper than shifting every slot by half a column.
@@ -267,7 +268,7 @@ def _attend_block(
     visible = of_slots = None
     if visibility is not None:
         visible = visibility.of_lines(first, tokens)
-        of_slots = visibility.of_slots(first, (tokens, slots.shape[3] - first_value_lane))
+        of_slots = visibility.of_slots(first, (tokens, lanes - first_value_lane))
 
     for head in range(kv_heads):
         of_head = load_slots(slots, head, dtype)
