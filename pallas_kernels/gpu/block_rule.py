@@ -1,6 +1,7 @@
 """The rule that chooses how many warpgroups compute, and how deep the rings are."""
 
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 from pallas_kernels.gpu.schedule import BLOCK
 from pallas_kernels.gpu.tensor_core import TILE, answer_lanes
 from pallas_kernels.hardware import KIB, GpuFacts
+from pallas_kernels.tuned import AttentionShape
 
 RESERVED_BYTES = 4 * KIB  # of a thread block's shared memory: barriers, alignment, reductions
 MOST_BUFFERS = 8
@@ -23,7 +25,15 @@ class Blocks:
 
 
 def choose_blocks(
-    key_dim: int, value_dim: int, dtype: Any, pool_dtype: Any, scale_rings: int, facts: GpuFacts
+    key_dim: int,
+    value_dim: int,
+    dtype: Any,
+    pool_dtype: Any,
+    scale_rings: int,
+    facts: GpuFacts,
+    *,
+    consumers: int | None = None,
+    buffers: int | None = None,
 ) -> Blocks:
     """Two warpgroups that compute if they fit, and rings as deep as memory allows, up to MOST_BUFFERS.
 
@@ -34,7 +44,9 @@ def choose_blocks(
     multiprocessor, so about 36 KiB must be under way to hide a latency of 1 µs; four buffers of 64 tokens × 256 lanes
     in bfloat16 are 128 KiB. Each warpgroup has the same number of buffers.
 
-    Raises ValueError if there is no room for one buffer.
+    `consumers` and `buffers` are taken as they are given, within those bounds.
+
+    Raises ValueError if there is no room for one buffer, or none for what is given.
     """
     size, pool_size = jnp.dtype(dtype).itemsize, jnp.dtype(pool_dtype).itemsize
     buffer = BLOCK * ((key_dim + value_dim) * pool_size + 4 * scale_rings)
@@ -44,12 +56,32 @@ def choose_blocks(
         query, own = TILE * (key_dim * size + 4), TILE * (BLOCK * size + 4 * answer_lanes(value_dim) + 4)
         if pool_size == 1:
             own += BLOCK * (key_dim + value_dim) * size
-    for consumers in (2, 1) if value_dim <= WIDEST_FOR_TWO else (1,):
-        room = facts.shared_memory_bytes_per_block - RESERVED_BYTES - query - consumers * own
-        buffers = min(room // buffer, MOST_BUFFERS) // consumers * consumers
-        if buffers > 0:
-            return Blocks(consumers, buffers)
+    for computing in (2, 1) if value_dim <= WIDEST_FOR_TWO else (1,):
+        room = facts.shared_memory_bytes_per_block - RESERVED_BYTES - query - computing * own
+        most = min(room // buffer, MOST_BUFFERS) // computing * computing
+        depth = most if buffers is None else buffers
+        if consumers in (None, computing) and 0 < depth <= most and depth % computing == 0:
+            return Blocks(computing, depth)
+    if consumers is not None or buffers is not None:
+        raise ValueError(
+            f"{consumers=}, {buffers=} are not to be had for {key_dim=}, {value_dim=} on {facts.name}: choose other "
+            "sizes, or None"
+        )
     raise ValueError(
         f"{key_dim=}, {value_dim=}: a buffer of {buffer} bytes and {query + own} more do not fit in the "
         f"{facts.shared_memory_bytes_per_block} of {facts.name}: take smaller heads"
     )
+
+
+def allowed_sizes(shape: AttentionShape, facts: GpuFacts) -> list[dict[str, int]]:
+    """All sizes that the rule lets a kernel take for a shape on a GPU: `workers`, and what `choose_blocks` takes."""
+    rule = shape.key_dim, shape.value_dim, shape.query_dtype, shape.pool_dtype, shape.scales_per_token, facts
+    found = []
+    for consumers, buffers in product((2, 1), range(1, MOST_BUFFERS + 1)):
+        try:
+            choose_blocks(*rule, consumers=consumers, buffers=buffers)
+        except ValueError:
+            continue
+        for waves in (1, 2):
+            found.append({"workers": waves * facts.multiprocessors, "consumers": consumers, "buffers": buffers})
+    return found

@@ -20,12 +20,13 @@ from jaxtyping import Array, Float, Float32, Int32, Shaped
 from pallas_kernels.arguments import Attention, Scales, Tiles, check_arguments
 from pallas_kernels.hardware import TpuFacts
 from pallas_kernels.tpu import cores
-from pallas_kernels.tpu.block_rule import Shape, choose_blocks
+from pallas_kernels.tpu.block_rule import choose_blocks
 from pallas_kernels.tpu.page_stream import SLICE, PageStream, TileRefs, in_tiles
 from pallas_kernels.tpu.running_softmax import LANES, RunningSoftmax, matmul
 from pallas_kernels.tpu.slots import load_slots, load_token_scales, product_dtype
 from pallas_kernels.tpu.spans import Scalar
 from pallas_kernels.tpu.visibility import Visibility
+from pallas_kernels.tuned import AttentionShape, tuned_sizes
 
 TILE_LINES = 128  # query lines of one KV head that a tile had better not exceed: more make larger blocks of everything
 
@@ -63,7 +64,8 @@ def paged_attention(
       sinks: a logit a query head that takes its share of the softmax and gives no value.
       scales: what quantised keys and values are multiplied by.
       facts: the chip that the kernel is compiled for.
-      pages_per_block: pages that one step brings in and computes, a power of two; None chooses by `block_rule`.
+      pages_per_block: pages that one step brings in and computes, a power of two; None takes the sizes that `facts`
+        has tuned for this shape, or chooses by `block_rule`.
       interpret: as in `pl.pallas_call`.
 
     Softmax statistics are float32. Products of bfloat16 accumulate in float32; those of float32 and float16 queries are
@@ -87,10 +89,9 @@ def paged_attention(
     value_dim = attention.value_dim
     lines = tokens * (q_heads // kv_heads)
     token_scales, head_scales = _sort_scales(scales, attention, kv_heads)
-    shape = Shape(
-        kv_heads, lines, key_dim, value_dim, page_size, lanes, q.dtype, pool.dtype, scales_per_token=len(token_scales)
-    )
-    blocks = choose_blocks(shape, facts, pages_per_block=pages_per_block)
+    shape = AttentionShape.of(q, pool, attention, scales)
+    sizes = tuned_sizes(facts, shape) if pages_per_block is None else {"pages_per_block": pages_per_block}
+    blocks = choose_blocks(shape, facts, **sizes)
     shares = cores.shares(tiles, attention, blocks.pages * page_size, facts.tensor_cores)
 
     def tile_of(core, step, row, queries, context, shares, *_):
