@@ -13,7 +13,7 @@ from pallas_kernels.tuned import AttentionShape
 
 RESERVED_BYTES = 4 * KIB  # of a thread block's shared memory: barriers, alignment, reductions
 MOST_BUFFERS = 8
-WIDEST_FOR_TWO = 128  # lanes of values
+WIDEST_FOR_TWO = 128  # lanes of values, and of keys that have scales a token
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +39,10 @@ def choose_blocks(
 
     With two, one has the tensor cores while the other takes exponentials. Values wider than WIDEST_FOR_TWO get one,
     which may then have 255 registers a thread: 64 lines × 256 lanes of sums alone take 128; and one alone computes
-    blocks so wide faster than memory delivers them. There is one thread block a multiprocessor, so its shared memory is
-    the rings' but for queries, weights and answers. Deep rings keep copies in flight: an H200 delivers 36 GB/s to each
-    multiprocessor, so about 36 KiB must be under way to hide a latency of 1 µs; four buffers of 64 tokens × 256 lanes
-    in bfloat16 are 128 KiB. Each warpgroup has the same number of buffers.
+    blocks so wide faster than memory delivers them; so do wider keys with scales a token. There is one thread block a
+    multiprocessor, so its shared memory is the rings' but for queries, weights and answers. Deep rings keep copies in
+    flight: an H200 delivers 36 GB/s to each multiprocessor, so about 36 KiB must be under way to hide a latency of 1
+    µs; four buffers of 64 tokens × 256 lanes in bfloat16 are 128 KiB. Each warpgroup has the same number of buffers.
 
     `consumers` and `buffers` are taken as they are given, within those bounds.
 
@@ -56,7 +56,8 @@ def choose_blocks(
         query, own = TILE * (key_dim * size + 4), TILE * (BLOCK * size + 4 * answer_lanes(value_dim) + 4)
         if pool_size == 1:
             own += BLOCK * (key_dim + value_dim) * size
-    for computing in (2, 1) if value_dim <= WIDEST_FOR_TWO else (1,):
+    wide = value_dim > WIDEST_FOR_TWO or (scale_rings > 0 and key_dim > WIDEST_FOR_TWO)
+    for computing in (1,) if wide else (2, 1):
         room = facts.shared_memory_bytes_per_block - RESERVED_BYTES - query - computing * own
         most = min(room // buffer, MOST_BUFFERS) // computing * computing
         depth = most if buffers is None else buffers

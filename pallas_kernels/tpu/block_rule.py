@@ -29,7 +29,7 @@ def working_bytes(shape: AttentionShape, block_tokens: int) -> int:
     """Bytes that a step needs beside its buffers: queries, answers, the running softmax, a head's products."""
     lines = _round_up(shape.lines, 16)
     key_lanes, value_lanes = _round_up(shape.key_dim, LANES), _round_up(shape.value_dim + shape.key_dim % LANES, LANES)
-    queries_and_answers = 2 * (key_lanes + value_lanes) * jnp.dtype(shape.query_dtype).itemsize
+    queries_and_answers = 2 * (key_lanes + value_lanes) * (2 if shape.query_dtype == "bfloat16" else 4)
     halves = 2 * (2 * LANES + value_lanes) * 4  # written where a tile is cut between two cores
     softmax = (2 * LANES + value_lanes) * 4
     sinks = LANES * 4

@@ -81,6 +81,7 @@ def paged_attention(
         raise NotImplementedError(
             f"{pool.dtype=} on {facts.name}; keep keys and values in bfloat16, float32, float8 or int8 on a TPU"
         )
+    shape = AttentionShape.of(q, pool, attention, scales)
     out_dtype = q.dtype
     if out_dtype == jnp.float16:
         q = q.astype(jnp.float32)
@@ -89,7 +90,6 @@ def paged_attention(
     value_dim = attention.value_dim
     lines = tokens * (q_heads // kv_heads)
     token_scales, head_scales = _sort_scales(scales, attention, kv_heads)
-    shape = AttentionShape.of(q, pool, attention, scales)
     sizes = tuned_sizes(facts, shape) if pages_per_block is None else {"pages_per_block": pages_per_block}
     blocks = choose_blocks(shape, facts, **sizes)
     shares = cores.shares(tiles, attention, blocks.pages * page_size, facts.tensor_cores)
