@@ -21,6 +21,7 @@ from kvjax.spec import CacheSpec
 from kvjax.storage import Pool
 from pallas_kernels.arguments import HEAD_DIMS, PAGE_SIZES, QUANTISED_DTYPES, QUERY_DTYPES
 from pallas_kernels.hardware import GpuFacts, TpuFacts
+from pallas_kernels.tuned import Tuned, with_tuned
 
 
 def init(
@@ -32,6 +33,7 @@ def init(
     max_context: int,
     max_epochs: int = 16,
     backend: Backend | None = None,
+    tuned: Sequence[Tuned] = (),
     mesh: Mesh | None = None,
     shardings: PartitionSpec | None = None,
     extents: ExtentOptions | None = None,
@@ -46,6 +48,7 @@ def init(
       max_context: the most positions a row may hold; rounded up to whole pages (on TPU, to 128 pages).
       max_epochs: see `pages.make_page_table`.
       backend: which code attends: "xla", or the facts of a chip from `pallas_kernels.hardware`; None asks the device.
+      tuned: block sizes for the kernels, from `kvjax.attention.load_tuned`; other shapes than theirs go by the rule.
       mesh: devices to spread the pools over.  Aliasing under donation needs shardings from the start.
       shardings: how a pool `[layers · pages, heads, page_size, lanes]` lies on the mesh; heads over its last axis if
         None.  Only heads may be split.
@@ -54,7 +57,7 @@ def init(
 
     Raises:
       ValueError: a size below 1, a span larger than a pool, sizes that do not fit 32-bit positions, or heads the mesh
-        does not divide.
+        does not divide; or block sizes tuned on another chip, or for shapes that no group has.
       NotImplementedError: sliding-window groups, what the chosen kernels do not take, or kernels over a mesh; the
         message says what to use instead.
     """
@@ -77,6 +80,9 @@ def init(
         _check_kernels(backend, spec, page_size)
         if mesh is not None:
             raise NotImplementedError('the kernels do not run over a mesh yet; pass backend="xla"')
+        backend = _with_tuned(backend, spec, page_size, tuned)
+    elif tuned:
+        raise ValueError(f'block sizes tuned on {tuned[0].chip!r} and backend="xla", which has none; leave them out')
 
     layouts = tuple(
         canonical_layout(group, size, lane_multiple=TPU_LANES if on_tpu else 1)
@@ -129,6 +135,22 @@ def _check_kernels(backend: Backend, spec: CacheSpec, page_size: tuple[int, ...]
             )
         if size not in PAGE_SIZES:
             raise NotImplementedError(f'page_size={size}; the kernels take {PAGE_SIZES}, and backend="xla" any')
+
+
+def _with_tuned(
+    backend: TpuFacts | GpuFacts, spec: CacheSpec, page_size: tuple[int, ...], tuned: Sequence[Tuned]
+) -> Backend:
+    """The backend with these block sizes; ValueError for another chip's, or for those of a shape that no group has."""
+    shapes = []
+    for group, size in zip(spec.groups, page_size, strict=True):
+        keys, values = group.tensor("k"), group.tensor("v")
+        dims = {"kv_heads": keys.heads, "key_dim": keys.width, "value_dim": values.width}
+        shapes.append({**dims, "page_size": size, "pool_dtype": keys.dtype})
+    for one in tuned:
+        measured = {name: getattr(one.shape, name) for name in shapes[0]}
+        if measured not in shapes:
+            raise ValueError(f"block sizes tuned for {measured}, and the cache has {shapes}; tune for its own shape")
+    return with_tuned(backend, tuned)
 
 
 def _build(

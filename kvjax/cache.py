@@ -36,7 +36,7 @@ from kvjax.inputs import integers, static_size
 from kvjax.layout import PageLayout
 from kvjax.pages import Fault, PageTable, Status
 from kvjax.spec import CacheSpec
-from kvjax.storage import Pool, append_tokens, copy_pages
+from kvjax.storage import Pool, append_tokens, copy_pages, scales_by_name
 from pallas_kernels.arguments import Attention, Scales
 
 Layer = int | Array | tuple[str, int | Array]
@@ -125,14 +125,20 @@ def reserve(
 
 
 @singledispatch
-def write(cache: Any, layer: Layer, grant: Grant, **tensors: Shaped[Array, "packed _ _"]) -> Any:
+def write(
+    cache: Any, layer: Layer, grant: Grant, *, scales: Scales | None = None, **tensors: Shaped[Array, "packed _ _"]
+) -> Any:
     """Writes a layer's tensors for every granted token, by name: `write(cache, layer, grant, k=k, v=v)`.
 
     Args:
       cache: the cache; donate it.
       layer: the layer; may be traced.
       grant: from `reserve`.
+      scales: of a float8 or int8 cache, `kvjax.attention.Scales`, each one number or one a head, traced: keys and
+        values are divided by theirs, rounded to nearest even and saturate. Pass the same to `attend`. None casts only.
       tensors: all tensors of the layer's group, cast to the cache's dtype.
+
+    Raises ValueError for tensors or scales that the cache does not take, NotImplementedError for scales a token.
     """
     raise TypeError(f"{type(cache).__name__} is not a kvjax cache")
 
@@ -162,8 +168,8 @@ def attend(
       kept: the first `kept` positions stay visible beyond the window (StreamingLLM).
       soft_cap: logits become soft_cap · tanh(logits / soft_cap) (Gemma 2).
       sinks: a logit a query head that takes its share of the softmax and gives no value (gpt-oss).
-      scales: `kvjax.attention.Scales`, what the keys and values of a float8 or int8 cache are multiplied by. `write`
-        only casts: divide by the same scales, and round, before it.
+      scales: `kvjax.attention.Scales`, what the keys and values of a float8 or int8 cache are multiplied by; `write`
+        divides by the same.
 
     The window hides positions and, in the kernels, spares reading them; their pages stay the row's.
     """
@@ -249,13 +255,14 @@ def _(
 
 
 @write.register
-def _(cache: KVCache, layer: Layer, grant: Grant, **tensors: Array) -> KVCache:
+def _(cache: KVCache, layer: Layer, grant: Grant, *, scales: Scales | None = None, **tensors: Array) -> KVCache:
     index, within = locate(cache.spec, layer)
     table, spec, layout = cache.table, cache.spec.groups[index], cache.layouts[index]
     group = table.groups[index]
     arrays = {name: jnp.asarray(tensor) for name, tensor in tensors.items()}
     check_grant(cache.rows, grant)
     check_tensors(spec.name, {t.name: (grant.packed, t.heads, t.width) for t in spec.tensors}, arrays)
+    named_scales = scales_by_name(spec, arrays, scales)
     # Only reserved positions past the length are the row's own: a grant kept from before a release writes nothing.
     length, reserved = (
         of_row.at[grant.row].get(mode="fill", fill_value=0) for of_row in (table.length, table.reserved)
@@ -269,7 +276,7 @@ def _(cache: KVCache, layer: Layer, grant: Grant, **tensors: Array) -> KVCache:
     page = jnp.where(writable & (page < group.num_pages), within * group.num_pages + page, none)
     offset = grant.position % group.page_size
     pools = {
-        pool.name: append_tokens(cache.pools[index][pool.name], pool, page, offset, arrays, cache.backend)
+        pool.name: append_tokens(cache.pools[index][pool.name], pool, page, offset, arrays, named_scales, cache.backend)
         for pool in layout.pools
     }
     groups = (*table.groups[:index], replace(group, pages=entries), *table.groups[index + 1 :])
@@ -506,3 +513,9 @@ def check_grant(rows: int, grant: Grant) -> None:
         raise ValueError(
             f"the grant is of {grant.rows} rows and the cache has {rows}; pass the grant of its own reserve"
         )
+
+
+def refuse_scales(kind: str, scales: Scales | None) -> None:
+    """NotImplementedError if there are scales, for a kind of cache that is never quantised."""
+    if scales is not None:
+        raise NotImplementedError(f"a {kind} cache is not quantised; use kvjax.init, or leave scales out")

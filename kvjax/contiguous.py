@@ -89,7 +89,10 @@ def _(
 
 
 @paged.write.register
-def _(cache: ContiguousCache, layer: int | Array, grant: Grant, **tensors: Array) -> ContiguousCache:
+def _(
+    cache: ContiguousCache, layer: int | Array, grant: Grant, *, scales: Scales | None = None, **tensors: Array
+) -> ContiguousCache:
+    paged.refuse_scales("contiguous", scales)
     group, layer = cache.spec.groups[0], paged.as_layer(layer)
     if isinstance(layer, int):
         cache.spec.locate(layer)
@@ -114,8 +117,7 @@ def _(
     scales: Scales | None,
 ) -> Float[Array, "packed q_heads value_dim"]:
     layer = paged.as_layer(layer)
-    if scales is not None:
-        raise NotImplementedError("a contiguous cache is not quantised; use kvjax.init, or leave scales out")
+    paged.refuse_scales("contiguous", scales)
 
     def fetch(rows: Int32[Array, " tiles"], index: Int32[Array, ""]) -> tuple[Array, Array]:
         of_tiles = layer * cache.rows + jnp.minimum(rows, cache.rows - 1)

@@ -34,7 +34,7 @@ class TensorSpec:
     dtype: str = "bfloat16"
 
     def __post_init__(self) -> None:
-        if not self.name.isidentifier() or iskeyword(self.name) or self.name in ("cache", "layer", "grant"):
+        if not self.name.isidentifier() or iskeyword(self.name) or self.name in ("cache", "layer", "grant", "scales"):
             raise ValueError(f"TensorSpec name={self.name!r} cannot be a keyword of kvjax.write; choose another")
         for field in ("heads", "width"):
             _require_positive(f"TensorSpec({self.name!r}).{field}", getattr(self, field))

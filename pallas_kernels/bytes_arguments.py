@@ -12,7 +12,7 @@ def check_append_arguments(
     offset: Int32[Array, " packed"],
     tensors: tuple[Float[Array, "packed kv_heads _"], ...],
     *,
-    scales: tuple[Float32[Array, "*shape"], ...] | None,
+    scales: tuple[Float32[Array, "*_"], ...] | None,
     lane_multiple: int,
 ) -> None:
     """Raises ValueError, saying what to change, unless shapes, dtypes and sizes are what the kernels take.
@@ -51,7 +51,7 @@ def check_append_arguments(
 
 
 def _check_scales(
-    pool: Array, tensors: tuple[Array, ...], scales: tuple[Float32[Array, "*shape"], ...] | None, lane_multiple: int
+    pool: Array, tensors: tuple[Array, ...], scales: tuple[Float32[Array, "*_"], ...] | None, lane_multiple: int
 ) -> None:
     if pool.dtype not in QUANTISED_DTYPES:
         if scales is not None:

@@ -17,8 +17,8 @@ def append(
     offset: Int32[Array, " packed"],
     tensors: tuple[Float[Array, "packed kv_heads _"], ...],
     *,
-    scales: tuple[Float32[Array, "*shape"], ...] | None = None,
-) -> tuple[Shaped[Array, "total_pages kv_heads page_size lanes"], tuple[Float32[Array, "*shape"], ...] | None]:
+    scales: tuple[Float32[Array, "*_"], ...] | None = None,
+) -> tuple[Shaped[Array, "total_pages kv_heads page_size lanes"], tuple[Float32[Array, "*_"], ...] | None]:
     """Writes one token each into slot `offset` of page `page`, the layer's offset included.
 
     Args:

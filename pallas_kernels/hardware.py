@@ -4,7 +4,13 @@ Kernels never ask the runtime which device they run on: the caller passes one of
 traced, interpreted and compiled on a machine that has no such chip.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pallas_kernels.tuned import Tuned
 
 KIB = 2**10
 MIB = 2**20
@@ -20,6 +26,7 @@ class TpuFacts:
     vmem_bytes: int
     smem_bytes: int
     hbm_bytes_per_second: float
+    tuned: tuple[Tuned, ...] = ()  # block sizes measured on it, see `pallas_kernels.tuned`
 
 
 # Vector memory, scalar memory and memory bandwidth as JAX states them in `jax.experimental.pallas.tpu.get_tpu_info`.
@@ -45,6 +52,7 @@ class GpuFacts:
     l2_bytes: int
     memory_bytes: int
     memory_bytes_per_second: float
+    tuned: tuple[Tuned, ...] = ()  # block sizes measured on it, see `pallas_kernels.tuned`
 
 
 # From NVIDIA's H100 and H200 data sheets (SXM boards) and the Hopper tuning guide; memory as the driver reports it.

@@ -29,7 +29,7 @@ def token_scales(tokens: Float[Array, "packed kv_heads dim"], dtype: jnp.dtype) 
 
 def stored_tokens(
     tensors: tuple[Float[Array, "packed kv_heads _"], ...],
-    scales: tuple[Float32[Array, "*shape"], ...] | None,
+    scales: tuple[Float32[Array, "*_"], ...] | None,
     pool: Shaped[Array, "total_pages kv_heads page_size lanes"],
 ) -> tuple[Shaped[Array, "packed kv_heads lanes"], tuple[Float32[Array, "packed kv_heads"], ...] | None]:
     """New tokens as a pool's slots hold them, tensors side by side, lanes beyond them zero; and scales made for them.

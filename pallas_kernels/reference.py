@@ -87,7 +87,7 @@ def visible_positions(
     return visible
 
 
-def _per_slot(scale: Float32[Array, "*shape"], pool: Array, slots) -> Float32[Array, "..."]:
+def _per_slot(scale: Float32[Array, "*shape"], pool: Array, slots) -> Float32[Array, "*_"]:
     """A scale in a shape that multiplies `[tiles, kv_heads, positions, dim]`."""
     if scale.ndim < 2:
         return scale.reshape(-1, 1, 1)

@@ -251,6 +251,63 @@ def test_attend_masks_caps_and_sinks_as_asked(kind, masks):
         done += tokens
 
 
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("shape", [(), (KV_HEADS,)], ids=["one scale", "one a head"])
+def test_what_is_written_with_scales_is_read_with_them(dtype, shape):
+    """Attention is that of the numbers nearest to the tokens that the dtype can say at these scales, in float64."""
+    random, dtype = np.random.default_rng(2), jnp.dtype(dtype)
+    q = random.normal(size=(40, Q_HEADS, DIM)).astype(np.float32)
+    k, v = random.normal(size=(2, 40, KV_HEADS, DIM)).astype(np.float32)
+    spec = CacheSpec.uniform(layers=1, kv_heads=KV_HEADS, head_dim=DIM, dtype=dtype.name)
+    limits = (jnp.iinfo if dtype == np.int8 else jnp.finfo)(dtype)
+
+    @jax.jit
+    def step(scales):
+        cache = kvjax.init(spec, rows=1, num_pages=8, page_size=8, max_context=64)
+        cache, grant = kvjax.reserve(cache, jnp.array([40], jnp.int32), max_tokens=40)
+        cache = kvjax.write(cache, 0, grant, scales=scales, k=jnp.asarray(k), v=jnp.asarray(v))
+        return kvjax.attend(cache, 0, grant, jnp.asarray(q), scale=0.3, scales=scales)
+
+    for largest in (4.0, 1.5):  # of the second, some tokens are beyond what can be said: they saturate
+        key, value = (np.float32(largest * part / float(limits.max)) * np.ones(shape, np.float32) for part in (1, 0.7))
+        if shape:
+            key, value = key * [1, 1.25], value * [0.5, 1]
+        key, value = key.astype(np.float32), value.astype(np.float32)
+        out = np.asarray(step(Scales(key=jnp.asarray(key), value=jnp.asarray(value))))
+        stored = []
+        for tokens, scale in ((k, key), (v, value)):
+            scale = np.broadcast_to(scale, KV_HEADS)[:, None]
+            codes = np.clip(tokens / scale, float(limits.min), float(limits.max))
+            codes = np.rint(codes) if dtype == np.int8 else codes
+            stored.append(codes.astype(dtype).astype(np.float64) * scale)
+        for index in range(0, 40, 13):
+            expected = attention_in_float64(q[index], stored[0][: index + 1], stored[1][: index + 1], 0.3)
+            np.testing.assert_allclose(out[index], expected, rtol=2e-5, atol=2e-6)
+    assert step._cache_size() == 1, "a new scale compiled the step again"
+
+
+@pytest.mark.usefixtures("as_users_call")
+def test_scales_that_a_write_does_not_take_are_refused_by_name():
+    def write(dtype, scales, tokens="float32", layers=kvjax.init):
+        spec = CacheSpec.uniform(layers=1, kv_heads=KV_HEADS, head_dim=DIM, dtype=dtype)
+        sizes = {"num_pages": 4, "page_size": 4} if layers is kvjax.init else {}
+        cache, grant = kvjax.reserve(layers(spec, rows=1, max_context=8, **sizes), jnp.ones(1, jnp.int32), max_tokens=1)
+        k = jnp.ones((1, KV_HEADS, DIM), tokens)
+        kvjax.write(cache, 0, grant, scales=Scales(key=scales, value=jnp.float32(1)), k=k, v=k)
+
+    one = jnp.float32(1)
+    with pytest.raises(ValueError, match=r"k is cached in bfloat16.*leave them out"):
+        write("bfloat16", one)
+    with pytest.raises(ValueError, match="k comes in int8; with scales pass bfloat16"):
+        write("int8", one, tokens="int8")
+    with pytest.raises(ValueError, match=r"scale.shape=\(3,\).*each of the 2 heads"):
+        write("int8", jnp.ones(3))
+    with pytest.raises(NotImplementedError, match=r"the scale of k.*no scales a token"):
+        write("int8", jnp.ones((4, 8)))
+    with pytest.raises(NotImplementedError, match="a contiguous cache is not quantised"):
+        write("float32", one, layers=kvjax.init_contiguous)
+
+
 def test_scales_belong_to_quantised_caches_and_only_to_them():
     one = Scales(key=jnp.float32(1), value=jnp.float32(1))
     for dtype, scales, message in (("int8", None, "int8 is read with scales"), ("float32", one, "leave them out")):

@@ -1,6 +1,7 @@
 """A cache whose backend is a chip writes and copies by that chip's kernels, and holds the same bits as one on XLA."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -73,6 +74,27 @@ def test_kernels_leave_the_same_bits_as_xla(backend):
     np.testing.assert_array_equal(
         np.asarray(got.pools[0]["kv"]).view(np.uint16), np.asarray(expected.pools[0]["kv"]).view(np.uint16)
     )
+
+
+@pytest.mark.parametrize("backend", [TPU_V6E, H200], ids=lambda facts: facts.name)
+def test_kernels_quantise_to_the_same_bits_as_xla(backend):
+    spec = CacheSpec.uniform(layers=LAYERS, kv_heads=HEADS, head_dim=DIM, dtype="int8")
+    k, v = np.random.default_rng(2).normal(size=(2, 5, HEADS, DIM)).astype(np.float32)
+    scales = kvjax.attention.Scales(key=jnp.float32(0.01), value=jnp.array([0.02, 0.03], jnp.float32))
+
+    @partial(jax.jit, static_argnums=0)
+    def written(backend):
+        cache = kvjax.init(spec, rows=2, num_pages=4, page_size=16, max_context=32, backend=backend)
+        cache, grant = kvjax.reserve(cache, jnp.array([3, 2], jnp.int32), max_tokens=5)
+        cache = kvjax.write(cache, 1, grant, scales=scales, k=jnp.asarray(k), v=jnp.asarray(v))
+        return cache.pools[0]["kv"]
+
+    jax.clear_caches()
+    expected = np.asarray(written("xla"))
+    force, params = ON_TPU if backend is TPU_V6E else ON_GPU
+    with races.raised(RESETS[backend]), force(params):
+        np.testing.assert_array_equal(written(backend), expected)
+    assert abs(expected.astype(int)).max() == 128 and np.count_nonzero(expected) > 1000  # some saturate
 
 
 @pytest.mark.parametrize("backend", [TPU_V6E, H200], ids=lambda facts: facts.name)

@@ -2,5 +2,6 @@
 
 from kvjax.attention.checks import page_checks
 from pallas_kernels.arguments import Scales
+from pallas_kernels.tuned import load_tuned
 
-__all__ = ["Scales", "page_checks"]
+__all__ = ["Scales", "load_tuned", "page_checks"]

@@ -71,6 +71,7 @@ def paged_attention(
         raise ValueError(f"a cache of {pool.dtype} is read with scales; pass kvjax.attention.Scales")
     if not quantised and scales is not None:
         raise ValueError(f"a cache of {pool.dtype} has no scales; leave them out")
+    attend: Callable[..., Array]
     where: Array | Runs = pages
     if backend == "xla":
         size, attend = tile_size(grant.packed, grant.rows), xla.paged_attention
@@ -129,10 +130,15 @@ def _kernel(
     """Tokens a tile of queries, and the kernel over pages, or over runs of them."""
     # Imported when used: a backend's Pallas dialect is of no concern to the others.
     kernel: Any
+    attend: Callable[..., Array]
     if isinstance(backend, TpuFacts):
         from pallas_kernels.tpu import paged_attention as kernel
         from pallas_kernels.tpu.extent_attention import extent_attention
+
+        attend = extent_attention if of_runs else kernel.paged_attention
     else:
         from pallas_kernels.gpu import paged_attention as kernel
+
+        attend = kernel.paged_attention
     size = tile_size(grant.packed, grant.rows, max(1, kernel.TILE_LINES // group))
-    return size, partial(extent_attention if of_runs else kernel.paged_attention, facts=backend)
+    return size, partial(attend, facts=backend)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
-from jaxtyping import Array, Int32, Shaped
+from jaxtyping import Array, Float32, Int32, Shaped
 
 from kvjax.layout import PoolLayout
 from kvjax.storage import pools
-from kvjax.storage.pools import Pool
+from kvjax.storage.pools import NO_SCALES, Pool
 from pallas_kernels.hardware import GpuFacts, TpuFacts
 
 Backend = Literal["xla"] | TpuFacts | GpuFacts
@@ -21,18 +21,21 @@ def append_tokens(
     page: Int32[Array, " packed"],
     offset: Int32[Array, " packed"],
     tensors: Mapping[str, Shaped[Array, "packed _ _"]],
+    scales: Mapping[str, Float32[Array, "*_"]] = NO_SCALES,
     backend: Backend = "xla",
 ) -> Pool:
     """As `pools.append_tokens`, with one demand more: tokens of a row stand together, in order of position."""
     if backend == "xla":
-        return pools.append_tokens(pool, layout, page, offset, tensors)
+        return pools.append_tokens(pool, layout, page, offset, tensors, scales)
     # Imported when used: a backend's Pallas dialect is of no concern to the others.
     if isinstance(backend, TpuFacts):
         from pallas_kernels.tpu.append import append
     else:
         from pallas_kernels.gpu.append import append  # type: ignore[no-redef,assignment]
-    cast = tuple(tensors[name].astype(pool.dtype) for name, _, _ in layout.slices)
-    pool, _ = append(pool, page, offset, cast, facts=backend)  # type: ignore[arg-type]
+    new, new_scales = pools.side_by_side(layout, tensors, scales)
+    if new_scales is None:
+        new = tuple(tensor.astype(pool.dtype) for tensor in new)
+    pool, _ = append(pool, page, offset, new, scales=new_scales, facts=backend)  # type: ignore[arg-type]
     return pool
 
 

@@ -7,15 +7,19 @@ A pool is `[layers · pages, heads, page_size, lanes]`, flat over layers so that
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Int32, Shaped
+from jaxtyping import Array, Float32, Int32, Shaped
 
 from kvjax.layout import PoolLayout
 from kvjax.packing import pack_rows
+from pallas_kernels.quantise import stored_tokens
 
 Pool = Shaped[Array, "layer_pages heads page_size lanes"]
+
+NO_SCALES: Mapping[str, Float32[Array, "*_"]] = MappingProxyType({})
 
 
 def append_tokens(
@@ -24,16 +28,26 @@ def append_tokens(
     page: Int32[Array, " packed"],
     offset: Int32[Array, " packed"],
     tensors: Mapping[str, Shaped[Array, "packed _ _"]],
+    scales: Mapping[str, Float32[Array, "*_"]] = NO_SCALES,
 ) -> Pool:
     """Writes one token each into slot `offset` of page `page` (layer offset included); pages out of range are dropped.
 
+    Tensors are cast to the pool's dtype; one that has a scale is quantised by it (`pallas_kernels.quantise`).
     In place when the pool is donated.  Writes packed · heads · lanes elements and reads none.
     """
-    rows = [tensors[name].astype(pool.dtype) for name, _, _ in layout.slices]
-    padding = layout.lanes - layout.slices[-1][2]
-    if padding:
-        rows.append(jnp.zeros((*rows[0].shape[:-1], padding), pool.dtype))
-    return pool.at[page, :, offset].set(jnp.concatenate(rows, axis=-1), mode="drop")
+    tokens, _ = stored_tokens(*side_by_side(layout, tensors, scales), pool)
+    return pool.at[page, :, offset].set(tokens, mode="drop")
+
+
+def side_by_side(
+    layout: PoolLayout,
+    tensors: Mapping[str, Shaped[Array, "packed _ _"]],
+    scales: Mapping[str, Float32[Array, "*_"]],
+) -> tuple[tuple[Shaped[Array, "packed _ _"], ...], tuple[Float32[Array, "*_"], ...] | None]:
+    """A pool's tensors in the order of its lanes, and their scales, or None if they have none."""
+    names = [name for name, _, _ in layout.slices]
+    own_scales = tuple(scales[name] for name in names if name in scales)
+    return tuple(tensors[name] for name in names), own_scales or None
 
 
 def copy_pages(pool: Pool, num_pages: int, source: Int32[Array, " rows"], target: Int32[Array, " rows"]) -> Pool:

@@ -75,7 +75,10 @@ def _(
 
 
 @paged.write.register
-def _(cache: VirtualCache, layer: paged.Layer, grant: Grant, **tensors: Array) -> VirtualCache:
+def _(
+    cache: VirtualCache, layer: paged.Layer, grant: Grant, *, scales: Scales | None = None, **tensors: Array
+) -> VirtualCache:
+    paged.refuse_scales("virtual", scales)
     index, within = paged.locate(cache.layout.spec, layer)
     group = cache.layout.spec.groups[index]
     arrays = {name: jnp.asarray(tensor) for name, tensor in tensors.items()}
@@ -107,8 +110,7 @@ def _(
 ) -> Float[Array, "packed q_heads value_dim"]:
     index, within = paged.locate(cache.layout.spec, layer)
     paged.check_grant(cache.rows, grant)
-    if scales is not None:
-        raise NotImplementedError("a virtual cache is not quantised; use kvjax.init, or leave scales out")
+    paged.refuse_scales("virtual", scales)
     place = cache.layout.places[index][0]
     pool, memory, start = place.pool, cache.memory[place.pool.dtype], _start(place, within)
     key_dim, value_dim = key_and_value_dims(pool)

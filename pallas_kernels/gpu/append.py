@@ -24,10 +24,10 @@ def append(
     offset: Int32[Array, " packed"],
     tensors: tuple[Float[Array, "packed kv_heads _"], ...],
     *,
-    scales: tuple[Float32[Array, "*shape"], ...] | None = None,
+    scales: tuple[Float32[Array, "*_"], ...] | None = None,
     facts: GpuFacts,
     interpret: plgpu.InterpretGPUParams | None = None,
-) -> tuple[Shaped[Array, "total_pages kv_heads page_size lanes"], tuple[Float32[Array, "*shape"], ...] | None]:
+) -> tuple[Shaped[Array, "total_pages kv_heads page_size lanes"], tuple[Float32[Array, "*_"], ...] | None]:
     """Writes one token each into slot `offset` of page `page`; `bytes_reference.append` states the contract.
 
     Args:

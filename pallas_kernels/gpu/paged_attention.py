@@ -25,6 +25,7 @@ from pallas_kernels.gpu.page_stream import PageStream, Ref, Ring, Scalar, Worker
 from pallas_kernels.gpu.schedule import BLOCK, make_schedule, merge
 from pallas_kernels.gpu.tensor_core import PADDING, TILE, TensorCore
 from pallas_kernels.hardware import GpuFacts
+from pallas_kernels.tuned import AttentionShape, tuned_sizes
 
 HOPPER = (9, 0)
 TILE_LINES = 64  # query lines of one KV head that a tile had better not exceed: the rows of a matrix instruction
@@ -61,7 +62,8 @@ def paged_attention(
       sinks: a logit a query head that takes its share of the softmax and gives no value.
       scales: what quantised keys and values are multiplied by.
       facts: the GPU that the kernel is compiled for.
-      workers: thread blocks that share the work; None takes one a multiprocessor.
+      workers: thread blocks that share the work; None takes what `facts` has tuned for this shape, or one a
+        multiprocessor.
       interpret: as in `plgpu.kernel`: its parameters to run without a GPU, None to run on one.
 
     Softmax statistics are float32, and so are partial results. bfloat16 and float16 products accumulate in float32 on
@@ -78,8 +80,6 @@ def paged_attention(
             f"{facts.name} has {facts.compute_capability=}; this kernel is for Hopper {HOPPER}: use the XLA path"
         )
     check_arguments(q, pool, pages, tiles, attention=attention, sinks=sinks, scales=scales, lane_multiple=1)
-    if workers is not None and workers < 1:
-        raise ValueError(f"{workers=}; choose at least 1, or None")
     number, tokens, q_heads, key_dim = q.shape
     _, kv_heads, page_size, _ = pool.shape
     exact = q.dtype == jnp.float32
@@ -89,8 +89,12 @@ def paged_attention(
         raise ValueError(f"{most_units=} blocks for {q.shape=}, {pages.shape=}; split the tiles over several calls")
 
     scale_pools, key_scale, value_scale = _sort_scales(scales, kv_heads)
-    blocks = choose_blocks(key_dim, attention.value_dim, q.dtype, pool.dtype, len(scale_pools), facts)
-    workers = workers or facts.multiprocessors
+    sizes = tuned_sizes(facts, AttentionShape.of(q, pool, attention, scales))
+    tuned_workers = sizes.pop("workers", facts.multiprocessors)
+    workers = tuned_workers if workers is None else workers
+    if workers < 1:
+        raise ValueError(f"{workers=}; choose at least 1, or None")
+    blocks = choose_blocks(key_dim, attention.value_dim, q.dtype, pool.dtype, len(scale_pools), facts, **sizes)
     schedule = make_schedule(tiles, attention, query_lines.items, workers)
     rows = jnp.minimum(tiles.row, pages.shape[0] - 1)  # read, though not used, for tiles without queries too
     items = number * query_lines.items

@@ -103,11 +103,11 @@ class TensorCore:
             # Where nothing is seen the scale may be NaN, which a weight of zero does not silence.
             scales = mask.of_columns(block, plgpu.load(values.scales[0].at[buffer], layout=PER_COLUMN))
             weight *= along_columns(scales, weight)
+        self.weights[...] = weight.astype(self.weights.dtype)  # before the values need registers
         if self.dequantised:
             value_block = self._dequantise(value_block, self.dequantised[1], values.lanes, (mask, block))
         else:
             mask.clear_unseen(block, value_block)
-        self.weights[...] = weight.astype(self.weights.dtype)
         plgpu.commit_smem()
         weighted = self._accumulate(along_rows(decay, weighted) * weighted, self.weights, value_block)
         values.release(buffer)

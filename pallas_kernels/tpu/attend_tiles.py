@@ -21,13 +21,14 @@ from jaxtyping import Array, Float, Float32, Int32, Shaped
 from pallas_kernels.arguments import Attention, Scales, Tiles
 from pallas_kernels.hardware import TpuFacts
 from pallas_kernels.tpu import cores
-from pallas_kernels.tpu.block_rule import Shape, choose_blocks
-from pallas_kernels.tpu.block_stream import BlockStream, TileRefs
+from pallas_kernels.tpu.block_rule import choose_blocks
+from pallas_kernels.tpu.block_stream import BlockStream, TileRefs, in_tiles
 from pallas_kernels.tpu.running_softmax import LANES, RunningSoftmax, matmul
 from pallas_kernels.tpu.slots import load_slots, load_token_scales, product_dtype
 from pallas_kernels.tpu.spans import Scalar
 from pallas_kernels.tpu.table_slices import padded
 from pallas_kernels.tpu.visibility import Visibility
+from pallas_kernels.tuned import AttentionShape, tuned_sizes
 
 Ref = Any  # a Pallas reference
 
@@ -62,6 +63,7 @@ def attend_tiles(
         raise NotImplementedError(
             f"{pool.dtype=} on {facts.name}; keep keys and values in bfloat16, float32, float8 or int8 on a TPU"
         )
+    shape = AttentionShape.of(q, pool, attention, scales)
     out_dtype = q.dtype
     if out_dtype == jnp.float16:
         q = q.astype(jnp.float32)
@@ -70,10 +72,8 @@ def attend_tiles(
     value_dim = attention.value_dim
     lines = tokens * (q_heads // kv_heads)
     token_scales, head_scales = _sort_scales(scales, attention, kv_heads)
-    shape = Shape(
-        kv_heads, lines, key_dim, value_dim, page_size, lanes, q.dtype, pool.dtype, scales_per_token=len(token_scales)
-    )
-    blocks = choose_blocks(shape, facts, pages_per_block=pages_per_block)
+    sizes = tuned_sizes(facts, shape) if pages_per_block is None else {"pages_per_block": pages_per_block}
+    blocks = choose_blocks(shape, facts, **sizes)
     shares = cores.shares(tiles, attention, blocks.pages * page_size, facts.tensor_cores)
 
     def tile_of(core, step, row, queries, context, shares, *_):
@@ -87,7 +87,7 @@ def attend_tiles(
 
     struct = jax.ShapeDtypeStruct
     half_dims = (1, 1, value_dim) if facts.tensor_cores > 1 else ()
-    sources = (pool, *token_scales)
+    sources = (in_tiles(pool), *token_scales)
     sink_lines = () if sinks is None else (_of_lines(sinks[None, None, :, None], (1, tokens, q_heads, 1), kv_heads)[0],)
     value_lanes = lanes - key_dim // LANES * LANES
     in_hbm, in_smem = (pl.BlockSpec(memory_space=memory) for memory in (pltpu.HBM, pltpu.SMEM))
@@ -244,8 +244,9 @@ def _attend_block(
     kv_heads, _, key_dim = q.shape
     slots, *rows = buffers
     key_rows, value_rows = (rows.pop(0) if per_token else None for per_token in scales_per_token)
-    page_size = slots.shape[2]
-    tokens = slots.shape[0] * page_size
+    pages, _, tiles, rows_of_tile, lanes = slots.shape
+    page_size = tiles * rows_of_tile
+    tokens = pages * page_size
     # The columns of 128 lanes that hold keys, and those that hold values: one and the same for heads of 64. Then the
     # keys' product runs over lanes of V as well, which zeros in q silence, and the values' product makes lanes of K,
     # which are dropped at the end. That is cheaper than shifting every slot by half a column.
@@ -255,7 +256,7 @@ def _attend_block(
     visible = of_slots = None
     if visibility is not None:
         visible = visibility.of_lines(first, tokens)
-        of_slots = visibility.of_slots(first, (tokens, slots.shape[3] - first_value_lane))
+        of_slots = visibility.of_slots(first, (tokens, lanes - first_value_lane))
 
     for head in range(kv_heads):
         of_head = load_slots(slots, head, dtype)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Shaped
 
 from pallas_kernels.arguments import Attention
 from pallas_kernels.tpu.spans import Scalar, Span, positions
@@ -24,8 +25,23 @@ from pallas_kernels.tpu.table_slices import TableSlices
 NEXT_TILE, NEXT_BLOCK, BLOCKS_STARTED, BLOCKS_TAKEN = range(4)
 
 LANES = 128
+HBM_TILE_ROWS = 8  # bfloat16 lies in HBM in tiles of 8 rows of 128 lanes, on every chip
 
 Ref = Any  # a Pallas reference
+
+
+def in_tiles(
+    pool: Shaped[Array, "total_pages kv_heads page_size lanes"],
+) -> Shaped[Array, "total_pages kv_heads tiles rows lanes"]:
+    """The same bytes, with the slots of a page in as many rows as a tile has in HBM.
+
+    Left to itself Mosaic lays a ring of bfloat16 out in tiles of 16 rows on tpu7x. The copy of a page is a strided one
+    then, whose descriptor is written word by word: 11 bundles where a plain copy takes 4 or 5. Rows in eights get
+    tiles of 8 in both memories.
+    """
+    total_pages, kv_heads, page_size, lanes = pool.shape
+    rows = HBM_TILE_ROWS if pool.dtype == jnp.bfloat16 else page_size
+    return pool.reshape(total_pages, kv_heads, page_size // rows, rows, lanes)
 
 
 @dataclass(frozen=True)
@@ -70,7 +86,7 @@ class BlockStream(ABC):
     tables: tuple[Ref, ...]  # HBM Int32[rows, width], width a multiple of SLICE: where the pages of rows are
     lengths: tuple[Ref, ...]  # SMEM Int32[rows]: entries of a row in the tables, if the kind of stream asks for it
     page_offset: Ref  # SMEM Int32[1]
-    sources: tuple[Ref, ...]  # HBM [total_pages, …]: the pool, and pools of scales
+    sources: tuple[Ref, ...]  # HBM [total_pages, …]: the pool as `in_tiles` has it, and pools of scales
     # What `scratch` asks for, in its order:
     rings: tuple[Ref, ...]  # of each source, [buffers, pages_per_block, …]
     position: Ref
@@ -100,7 +116,8 @@ class BlockStream(ABC):
 
     @property
     def page_size(self) -> int:
-        return self.sources[0].shape[2]
+        _, _, tiles, rows, _ = self.sources[0].shape
+        return tiles * rows
 
     @property
     def buffers(self) -> int:

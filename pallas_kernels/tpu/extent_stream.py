@@ -23,7 +23,7 @@ RUN, RUN_END, RUN_SHIFT = range(BlockStream.position_words, BlockStream.position
 
 @dataclass(frozen=True)
 class ExtentStream(BlockStream):
-    """`tables`: the physical page at which a run begins, and the logical one at which it ends. `lengths`: `num_runs`."""
+    """`tables`: the physical page where a run begins, and the logical one where it ends. `lengths`: `num_runs`."""
 
     position_words: ClassVar[int] = BlockStream.position_words + 3
 

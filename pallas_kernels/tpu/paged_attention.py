@@ -43,7 +43,8 @@ def paged_attention(
       sinks: a logit a query head that takes its share of the softmax and gives no value.
       scales: what quantised keys and values are multiplied by.
       facts: the chip that the kernel is compiled for.
-      pages_per_block: pages that one step brings in and computes, a power of two; None chooses by `block_rule`.
+      pages_per_block: pages that one step brings in and computes, a power of two; None takes the sizes that `facts`
+        has tuned for this shape, or chooses by `block_rule`.
       interpret: as in `pl.pallas_call`.
 
     Softmax statistics are float32. Products of bfloat16 accumulate in float32; those of float32 and float16 queries are

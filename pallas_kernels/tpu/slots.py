@@ -18,7 +18,7 @@ def product_dtype(query_dtype: jnp.dtype) -> jnp.dtype:
 
 
 def load_slots(
-    block: Ref,  # VMEM [pages, kv_heads, page_size, lanes]
+    block: Ref,  # VMEM [pages, kv_heads, tiles, rows, lanes], see `block_stream.in_tiles`
     head: int,
     dtype: jnp.dtype,
 ) -> Float[Array, "tokens lanes"]:

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from random import Random
 from typing import Any
 
 import jax
@@ -22,11 +21,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.arguments import Attention
+from pallas_kernels.gpu.block_rule import allowed_sizes
 from pallas_kernels.gpu.layouts import tiled
 from pallas_kernels.gpu.paged_attention import TILE_LINES, paged_attention
 from pallas_kernels.hardware import GPUS, H200, KIB, MIB, GpuFacts
 from tests.compile.gpu_target import MosaicKernel, compile_for, device, mosaic_kernels
-from tests.compile.problems import PROBLEMS, RANDOM_PROBLEMS, Problem, random_problem
+from tests.compile.problems import PROBLEMS, Problem, random_checks
 
 POOL = 1  # the position of the pool among the arguments of every check
 TEMPORARY_LIMIT = 32 * MIB  # above padded copies of q and partial answers, below one of the pool or the large table
@@ -137,9 +137,11 @@ def checks(facts: GpuFacts) -> Iterator[Check]:
         yield check(Problem(tiles=64, dtype="float32"))
         return
 
-    random = Random(facts.name)
-    for problem in (*PROBLEMS, *(random_problem(random, TILE_LINES) for _ in range(RANDOM_PROBLEMS))):
+    for problem in PROBLEMS:
         yield check(problem)
+    for name, problem, chip in random_checks(facts, TILE_LINES, allowed_sizes):
+        attend = partial(one_layer, chip, problem.attention)
+        yield Check(f"paged_attention {name}", attend, problem.shapes(1))
     scanned = Problem(tiles=128, context=2**20)
     layers = partial(all_layers, facts, scanned.attention)
     yield Check(f"paged_attention {scanned}, scanned over {LAYERS} layers", layers, scanned.shapes(1))

@@ -1,5 +1,6 @@
 """The paged attentions that both compile gates put to their compilers."""
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from random import Random
 from typing import Any
@@ -17,6 +18,8 @@ from pallas_kernels.arguments import (
     Scales,
     Tiles,
 )
+from pallas_kernels.hardware import GpuFacts, TpuFacts
+from pallas_kernels.tuned import AttentionShape, Tuned, with_tuned
 
 struct = jax.ShapeDtypeStruct
 
@@ -70,6 +73,15 @@ class Problem:
         q, pool, pages, *rest = self.shapes(lane_multiple)
         return q, pool, Runs(pages, pages, struct(pages.shape[:1], jnp.int32)), *rest
 
+    @property
+    def shape(self) -> AttentionShape:
+        """What the kernels look up sizes by."""
+        q_heads, kv_heads = map(int, self.heads.split(":"))
+        lines, value_dim = self.tokens * (q_heads // kv_heads), self.value_dim or self.key_dim
+        per_token = 2 if self.pool_dtype and self.scales == "token" else 0
+        dtypes = self.dtype, self.pool_dtype or self.dtype
+        return AttentionShape(kv_heads, lines, self.key_dim, value_dim, self.page_size, *dtypes, per_token)
+
     def __str__(self) -> str:
         """What differs from the defaults."""
         changed = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
@@ -100,6 +112,7 @@ PROBLEMS = (
     Problem(tokens=32),
     Problem(heads="9:3", key_dim=64, tokens=42, window=512, kept=4, soft_cap=30.0, sinks=True),
     Problem(tokens=6, pool_dtype="int8", scales="token", window=100, kept=20, soft_cap=5.0, sinks=True),
+    Problem(heads="8:2", key_dim=192, value_dim=128, pool_dtype="int8", scales="token", tokens=8, window=100, kept=4),
     MILLION,
 )
 EVERYWHERE = (PROBLEMS[0], PROBLEMS[1], MILLION)  # what every chip is asked, where others are spread over them
@@ -135,6 +148,24 @@ def random_problem(random: Random, most_lines: int) -> Problem:
         soft_cap=random.choice((None, 30.0)),
         sinks=random.choice((False, True)),
     )
+
+
+def random_checks[Facts: TpuFacts | GpuFacts](
+    facts: Facts, most_lines: int, allowed_sizes: Callable[[AttentionShape, Facts], list[dict[str, int]]]
+) -> Iterator[tuple[str, Problem, Facts]]:
+    """(name, problem, chip): random problems, of which every other one gets sizes at random too.
+
+    Any that the rule allows must compile, for the tuner tries them and a file may ask for them.
+    """
+    random = Random(facts.name)
+    for index in range(RANDOM_PROBLEMS):
+        problem = random_problem(random, most_lines)
+        if index % 2 == 0:
+            yield str(problem), problem, facts
+            continue
+        sizes = random.choice(allowed_sizes(problem.shape, facts))
+        tuned = Tuned(facts.name, problem.shape, tuple(sizes.items()))
+        yield f"{problem} with {sizes}", problem, with_tuned(facts, [tuned])
 
 
 def round_up(value: int, multiple: int) -> int:

@@ -43,7 +43,8 @@ def loops(sass: str) -> list[list[Instruction]]:
 def loads(code: list[Instruction]) -> dict[str, int]:
     """How memory is read: bulk copies to shared memory, small asynchronous ones, and loads to registers.
 
-    Page ids and lengths are loads of 4 bytes; loads of any other width could only be keys or values.
+    Page ids and lengths are loads of 4 bytes. Those that copy and those that compute each read a worker's share of the
+    work as 16 bytes, once; other loads of any other width could only be keys or values.
     """
     opcodes = [instruction.opcode for instruction in code]
     ordinary = [opcode for opcode in opcodes if re.match(r"LDG?(\.|$)", opcode)]

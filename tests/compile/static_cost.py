@@ -111,9 +111,10 @@ adds to a block that lies in several. MXU … scalar: share of issue slots. copy
 Memory-bound: compute ≤ copy."""
 GPU_KEY = """\
 bulk: bulk copies (UTMALDG, UBLKCP) to shared memory; 16 B: LDGSTS; 4 B: loads of 4 bytes to registers, which page
-ids and lengths are; other: of other widths. K and V come by bulk copies alone if 16 B and other are 0. in flight: the
-shared memory of the thread blocks that a multiprocessor holds, and what memory brings it in a microsecond. KV bytes a
-cycle of one: what memory brings; what its schedulers can issue the loop for; what its tensor cores multiply."""
+ids and lengths are; other: of other widths: 2 are a worker's share of the work, four words at once. K and V come by
+bulk copies alone if 16 B is 0 and other at most these 2. in flight: the shared memory of the thread blocks that a
+multiprocessor holds, and what memory brings it in a microsecond. KV bytes a cycle of one: what memory brings; what its
+schedulers can issue the loop for; what its tensor cores multiply."""
 
 
 def main() -> None:

@@ -233,6 +233,8 @@ def test_shares_are_equal_and_cover_everything_once(contexts, items, workers, wi
         ((256, 256), "float32", "float32", 0, Blocks(1, 1)),
         ((128, 128), "bfloat16", "int8", 2, Blocks(2, 4)),
         ((256, 112), "bfloat16", "int8", 0, Blocks(1, 4)),
+        ((192, 128), "bfloat16", "int8", 0, Blocks(2, 2)),
+        ((192, 128), "bfloat16", "int8", 2, Blocks(1, 6)),
     ],
 )
 def test_rings_are_as_deep_as_memory_allows(dims, dtype, pool_dtype, scale_rings, blocks):
