@@ -71,16 +71,10 @@ def paged_attention(
         raise ValueError(f"a cache of {pool.dtype} is read with scales; pass kvjax.attention.Scales")
     if not quantised and scales is not None:
         raise ValueError(f"a cache of {pool.dtype} has no scales; leave them out")
-    attend: Callable[..., Array]
-    where: Array | Runs = pages
-    if backend == "xla":
-        size, attend = tile_size(grant.packed, grant.rows), xla.paged_attention
-    else:
-        if runs is not None and isinstance(backend, TpuFacts):
-            where = runs
-        size, attend = _kernel(backend, grant, q.shape[1] // layout.heads, of_runs=where is runs)
-        if not quantised:
-            q = q.astype(pool.dtype)
+    where = runs if runs is not None and isinstance(backend, TpuFacts) else pages
+    size, attend = _choose(backend, grant, q.shape[1] // layout.heads, of_runs=where is runs)
+    if backend != "xla" and not quantised:
+        q = q.astype(pool.dtype)
     tiling = make_tiling(grant, size)
     page_offset = jnp.asarray(page_offset, jnp.int32)
     total_pages, _, page_size, _ = pool.shape
@@ -124,21 +118,19 @@ def choose_backend(platform: str, device_kind: str) -> Backend:
     )
 
 
-def _kernel(
-    backend: TpuFacts | GpuFacts, grant: Grant, group: int, *, of_runs: bool
-) -> tuple[int, Callable[..., Array]]:
-    """Tokens a tile of queries, and the kernel over pages, or over runs of them."""
+def _choose(backend: Backend, grant: Grant, group: int, *, of_runs: bool) -> tuple[int, Callable[..., Array]]:
+    """Tokens a tile of queries, and what attends over pages, or over runs of them."""
+    if backend == "xla":
+        return tile_size(grant.packed, grant.rows), xla.paged_attention
     # Imported when used: a backend's Pallas dialect is of no concern to the others.
     kernel: Any
-    attend: Callable[..., Array]
     if isinstance(backend, TpuFacts):
         from pallas_kernels.tpu import paged_attention as kernel
         from pallas_kernels.tpu.extent_attention import extent_attention
 
-        attend = extent_attention if of_runs else kernel.paged_attention
+        attend = partial(extent_attention if of_runs else kernel.paged_attention, facts=backend)
     else:
         from pallas_kernels.gpu import paged_attention as kernel
 
-        attend = kernel.paged_attention
-    size = tile_size(grant.packed, grant.rows, max(1, kernel.TILE_LINES // group))
-    return size, partial(attend, facts=backend)
+        attend = partial(kernel.paged_attention, facts=backend)
+    return tile_size(grant.packed, grant.rows, max(1, kernel.TILE_LINES // group)), attend
