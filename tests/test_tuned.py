@@ -14,6 +14,7 @@ from experiments import tune_blocks
 from experiments.decode_cases import Heads
 from kvjax.attention import load_tuned
 from pallas_kernels.arguments import Attention, Tiles
+from pallas_kernels.gpu import attend_items
 from pallas_kernels.gpu import block_rule as gpu_rule
 from pallas_kernels.gpu import paged_attention as on_gpu
 from pallas_kernels.hardware import H100, H200, TPU_V5E, TPU_V6E
@@ -54,11 +55,12 @@ def trace(kernel, facts, tokens=1):
 )
 def test_a_kernel_takes_the_sizes_of_its_shape_and_of_no_other(kernel, facts, tuned, sizes, monkeypatch):
     asked, schedules = [], []
-    choose = kernel.choose_blocks
-    monkeypatch.setattr(kernel, "choose_blocks", lambda *shape, **sizes: asked.append(sizes) or choose(*shape, **sizes))
+    module = attend_items if kernel is on_gpu else kernel
+    choose = module.choose_blocks
+    monkeypatch.setattr(module, "choose_blocks", lambda *shape, **sizes: asked.append(sizes) or choose(*shape, **sizes))
     if kernel is on_gpu:
-        make = kernel.make_schedule
-        monkeypatch.setattr(kernel, "make_schedule", lambda *args: schedules.append(args[-1]) or make(*args))
+        make = module.make_schedule
+        monkeypatch.setattr(module, "make_schedule", lambda *args: schedules.append(args[-1]) or make(*args))
     facts = with_tuned(facts, [tuned])
     trace(kernel, facts)
     trace(kernel, facts, tokens=2)

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float32
 
 from pallas_kernels.gpu.layouts import MATRIX, PER_COLUMN, PER_ROW, along_columns, along_rows, filled, lane_chunks
 from pallas_kernels.gpu.masks import LEAST_REFERENCE, UNSEEN, Mask, soft_capped
-from pallas_kernels.gpu.page_stream import Ref, Ring, Scalar
+from pallas_kernels.gpu.ring import Ref, Ring, Scalar
 from pallas_kernels.gpu.schedule import BLOCK
 
 

@@ -27,14 +27,14 @@ def tiled(shape: tuple[int, ...], dtype: Any, lanes: int) -> Any:
     return plgpu.SMEM(shape, dtype, transforms=(tile, plgpu.SwizzleTransform(swizzle)))  # type: ignore[abstract]
 
 
-def lanes_at_once(dim: int, pool: Any, dtype: Any) -> int:
+def lanes_at_once(dim: int, slot_lanes: int, quantised: bool) -> int:
     """The lanes of a row of `dim` that are taken together, and that tiles in shared memory must divide.
 
-    They divide the rows of the pool too: a copy moves whole tiles. Of 8-bit codes no more are taken than fit in the
-    registers, as numbers, beside everything else.
+    They divide a slot, its key and value, too: a copy moves whole tiles. Of 8-bit codes no more are taken than fit in
+    the registers, as numbers, beside everything else.
     """
-    divisor = math.gcd(dim, pool.shape[-1])
-    return divisor if pool.dtype == dtype else math.gcd(divisor, 32)
+    divisor = math.gcd(dim, slot_lanes)
+    return math.gcd(divisor, 32) if quantised else divisor
 
 
 def filled(value: float, shape: tuple[int, ...], layout: Any) -> Array:

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from pallas_kernels.arguments import Attention
 from pallas_kernels.gpu.layouts import MATRIX, PER_COLUMN, PER_ROW, along_rows, lane_chunks
-from pallas_kernels.gpu.page_stream import Ref, Scalar
+from pallas_kernels.gpu.ring import Ref, Scalar
 from pallas_kernels.gpu.schedule import BLOCK
 
 # Logits of slots that a query does not see: finite, for −inf − (−inf) would be NaN, and so far below the least

@@ -22,7 +22,7 @@ from pallas_kernels.gpu.layouts import (
     tiled,
 )
 from pallas_kernels.gpu.masks import LEAST_REFERENCE, UNSEEN, Mask, soft_capped
-from pallas_kernels.gpu.page_stream import Ref, Ring, Scalar
+from pallas_kernels.gpu.ring import Ref, Ring, Scalar
 from pallas_kernels.gpu.schedule import BLOCK
 
 TILE = 64  # rows of a WGMMA instruction

@@ -1,7 +1,5 @@
 """The GPU kernels keep the contract under the GPU interpreter, and broken twins of them do not."""
 
-import contextlib
-import io
 from dataclasses import replace
 from functools import partial
 
@@ -10,17 +8,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
-from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import reset_gpu_interpret_mode_state
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.arguments import Attention, Tiles
+from pallas_kernels.gpu import attend_items
 from pallas_kernels.gpu import paged_attention as kernel
 from pallas_kernels.gpu.block_rule import Blocks, choose_blocks
 from pallas_kernels.gpu.masks import Mask
-from pallas_kernels.gpu.page_stream import PageStream, Ring
+from pallas_kernels.gpu.page_stream import PageStream
+from pallas_kernels.gpu.ring import Ring
 from pallas_kernels.gpu.schedule import BLOCK, make_schedule
 from pallas_kernels.hardware import H100, H200, KIB
-from tests.kernels import contract
+from tests.kernels import contract, gpu_interpreter
+from tests.kernels.races import RaceFoundError
 
 CASES = {case.name: case for case in contract.CASES}
 BFLOAT16, FLOAT32 = (
@@ -30,26 +30,10 @@ BFLOAT16, FLOAT32 = (
 BOTH = pytest.mark.parametrize("case", [BFLOAT16, FLOAT32], ids=str)
 
 
-class RaceFoundError(Exception):
-    """The interpreter saw a race."""
-
-
 def run(case, *, workers=3, detect_races=True):
-    """Holds the kernel to the contract. Some versions of JAX raise when they see a race, others only print."""
-    interpret = plgpu.InterpretGPUParams(detect_races=detect_races, uninitialized_memory="nan")
-    attend = partial(kernel.paged_attention, facts=H200, workers=workers, interpret=interpret)
-    printed = io.StringIO()
-    try:
-        with contextlib.redirect_stdout(printed):
-            contract.run(jax.jit(attend, static_argnames="attention"), case)
-    except Exception as error:
-        if "RACE DETECTED" in printed.getvalue() + str(error):
-            raise RaceFoundError from error
-        raise
-    finally:
-        reset_gpu_interpret_mode_state()
-    if "RACE DETECTED" in printed.getvalue():
-        raise RaceFoundError(printed.getvalue())
+    """Holds the kernel to the contract, under the interpreter."""
+    attend, static = kernel.paged_attention, ("attention",)
+    gpu_interpreter.run(attend, contract.run, case, static=static, workers=workers, races_too=detect_races)
 
 
 @pytest.mark.parametrize("case", contract.CASES, ids=str)
@@ -100,14 +84,14 @@ def test_a_missing_wait_for_copies_is_noticed(monkeypatch, case):
 @BOTH
 def test_a_missing_wait_for_room_is_noticed(monkeypatch, case):
     monkeypatch.setattr(Ring, "await_room", lambda self, turn: jax.lax.rem(turn, self.buffers))
-    monkeypatch.setattr(kernel, "choose_blocks", lambda *shape: Blocks(2, 2))
+    monkeypatch.setattr(attend_items, "choose_blocks", lambda *shape: Blocks(2, 2))
     # A barrier that completes twice before anyone has seen it once is an error of its own.
     with pytest.raises((RaceFoundError, AssertionError, jax.errors.JaxRuntimeError)):
         run(replace(case, lengths=(700,), tiles=((0, 1, 700),)), workers=1)
 
 
 def test_buffers_that_go_from_consumer_to_consumer_are_noticed(monkeypatch):
-    monkeypatch.setattr(kernel, "choose_blocks", lambda *shape: Blocks(2, 3))
+    monkeypatch.setattr(attend_items, "choose_blocks", lambda *shape: Blocks(2, 3))
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"all phases|no threads observed phase"):
         run(replace(BFLOAT16, lengths=(700,), tiles=((0, 1, 700),)), workers=1, detect_races=False)
 
@@ -120,8 +104,8 @@ def test_a_missing_fence_is_noticed(monkeypatch, case):
 
 
 def test_pieces_that_are_not_weighed_are_noticed(monkeypatch):
-    merge = kernel.merge
-    monkeypatch.setattr(kernel, "merge", lambda pieces, logs, *rest: merge(pieces, jnp.minimum(logs, 0), *rest))
+    merge = attend_items.merge
+    monkeypatch.setattr(attend_items, "merge", lambda pieces, logs, *rest: merge(pieces, jnp.minimum(logs, 0), *rest))
     with pytest.raises(AssertionError, match="relative error"):
         run(BFLOAT16, detect_races=False)
 
@@ -171,12 +155,12 @@ def test_pages_before_a_window_are_not_read(copied_pages):
 
 
 def test_a_page_past_the_context_is_noticed(copied_pages, monkeypatch):
-    page_ids = PageStream.page_ids
+    places = PageStream.places
 
     def one_page_more(self, block):
-        return page_ids(replace(self, context=self.context + BFLOAT16.page_size), block)
+        return places(replace(self, context=self.context + BFLOAT16.page_size), block)
 
-    monkeypatch.setattr(PageStream, "page_ids", one_page_more)
+    monkeypatch.setattr(PageStream, "places", one_page_more)
     run(BFLOAT16, detect_races=False)  # and yet the answer is right: what the copy brings is masked
     with pytest.raises(AssertionError, match=str(contract.UNUSED_ENTRY)[:4]):
         check_copied(copied_pages, BFLOAT16)
@@ -271,7 +255,7 @@ def test_another_gpu_than_a_hopper_is_refused():
 
 
 def test_too_many_blocks_and_no_workers_are_refused():
-    with pytest.raises(ValueError, match=r"most_units=.*split the tiles over several calls"):
+    with pytest.raises(ValueError, match=r"2³¹ or more; split the tiles over several calls"):
         trace(pages=jax.ShapeDtypeStruct((4, 2**28), jnp.int32))
     with pytest.raises(ValueError, match="workers=0; choose at least 1"):
         trace(workers=0)
