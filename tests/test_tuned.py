@@ -18,6 +18,7 @@ from pallas_kernels.gpu import attend_items
 from pallas_kernels.gpu import block_rule as gpu_rule
 from pallas_kernels.gpu import paged_attention as on_gpu
 from pallas_kernels.hardware import H100, H200, TPU_V5E, TPU_V6E
+from pallas_kernels.tpu import attend_tiles
 from pallas_kernels.tpu import block_rule as tpu_rule
 from pallas_kernels.tpu import paged_attention as on_tpu
 from pallas_kernels.tuned import Tuned, TunedFileError, as_record, with_tuned
@@ -55,7 +56,7 @@ def trace(kernel, facts, tokens=1):
 )
 def test_a_kernel_takes_the_sizes_of_its_shape_and_of_no_other(kernel, facts, tuned, sizes, monkeypatch):
     asked, schedules = [], []
-    module = attend_items if kernel is on_gpu else kernel
+    module = attend_items if kernel is on_gpu else attend_tiles
     choose = module.choose_blocks
     monkeypatch.setattr(module, "choose_blocks", lambda *shape, **sizes: asked.append(sizes) or choose(*shape, **sizes))
     if kernel is on_gpu:

@@ -63,6 +63,7 @@ class VirtualBacking:
             page_group_bytes=self.page_group_bytes,
             granularity=substrate.granularity,
             block=BLOCK_TOKENS,
+            reads_at_once=substrate.reads_at_once,
         )
         object.__setattr__(self, "page_size", layout.page_tokens)
 

@@ -22,14 +22,16 @@ from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped
 
 from kvjax import cache as paged
 from kvjax import spans
-from kvjax.attention.paged import key_and_value_dims
+from kvjax.attention.paged import Backend, key_and_value_dims
 from kvjax.attention.tiled import tiled_attention
 from kvjax.attention.tiles import make_tiling, tile_size
 from kvjax.attention.xla import BLOCK_TOKENS
 from kvjax.grant import Grant
+from kvjax.layout import PoolLayout
 from kvjax.virtual.span import PoolPlace, SpanLayout
 from kvjax.virtual.substrate import Store
 from pallas_kernels.arguments import Attention, Scales
+from pallas_kernels.hardware import GpuFacts, TpuFacts
 
 
 @jax.tree_util.register_dataclass
@@ -46,7 +48,7 @@ class VirtualCache:
       order: 0, once all stores so far are done.
       memory: the whole reservation, an array a dtype, all at the same address.
       layout: where everything stands in it.
-      reads_unmapped: reading past what is resident is harmless, if it is in the same block.
+      backend: what attends: plain XLA, or a GPU's kernel.
       store: how to store through the mapping.
     """
 
@@ -58,7 +60,7 @@ class VirtualCache:
     order: Int32[Array, ""]
     memory: dict[str, Shaped[Array, "rows span_tokens record"]]
     layout: SpanLayout = field(metadata={"static": True})
-    reads_unmapped: bool = field(metadata={"static": True})
+    backend: Backend = field(metadata={"static": True})
     store: Store = field(metadata={"static": True})
 
     @property
@@ -116,7 +118,23 @@ def _(
     key_dim, value_dim = key_and_value_dims(pool)
     if q.shape[-1] != key_dim:
         raise ValueError(f"q has head dimension {q.shape[-1]}, the cache's keys have {key_dim}")
-    elements = pool.heads * pool.lanes
+    asked = attention(value_dim)
+    if cache.backend == "xla":
+        return _by_xla(memory, start, pool, cache.order, grant, q, asked, sinks)
+    return _by_kernel(memory, start, pool, cache.order, grant, q, asked, sinks, cache.backend)
+
+
+def _by_xla(
+    memory: Shaped[Array, "rows span_tokens record"],
+    start: Int32[Array, ""],
+    pool: PoolLayout,
+    order: Int32[Array, ""],
+    grant: Grant,
+    q: Float[Array, "packed q_heads key_dim"],
+    attention: Attention,
+    sinks: Float32[Array, " q_heads"] | None,
+) -> Float[Array, "packed q_heads value_dim"]:
+    key_dim, value_dim = key_and_value_dims(pool)
     longest = jnp.argmax(grant.context)
 
     def fetch(rows: Int32[Array, " tiles"], index: Int32[Array, ""]) -> tuple[Array, Array]:
@@ -124,12 +142,9 @@ def _(
         # and a row shorter than that its own last block again.
         context = grant.context.at[rows].get(mode="fill", fill_value=0)
         rows, context = jnp.where(context > 0, rows, longest), jnp.where(context > 0, context, grant.context[longest])
-        first = jnp.minimum(index, (context - 1) // BLOCK_TOKENS) * BLOCK_TOKENS
-        if cache.reads_unmapped:
-            tokens = _slices(memory, rows, first + cache.order, start, (1, BLOCK_TOKENS, elements))
-        else:
-            token = jnp.minimum(first[:, None] + jnp.arange(BLOCK_TOKENS), context[:, None] - 1) + cache.order
-            tokens = _slices(memory, jnp.repeat(rows, BLOCK_TOKENS), token.reshape(-1), start, (1, 1, elements))
+        first = jnp.minimum(index, (context - 1) // BLOCK_TOKENS) * BLOCK_TOKENS + order
+        size = (1, BLOCK_TOKENS, pool.heads * pool.lanes)
+        tokens = jax.vmap(lambda row, token: lax.dynamic_slice(memory, (row, token, start), size)[0])(rows, first)
         block = jnp.moveaxis(tokens.reshape(len(rows), BLOCK_TOKENS, pool.heads, pool.lanes), 2, 1)
         return block[..., :key_dim], block[..., key_dim : key_dim + value_dim]
 
@@ -140,8 +155,40 @@ def _(
         fetch,
         block=BLOCK_TOKENS,
         kv_heads=pool.heads,
-        attention=attention(value_dim),
+        attention=attention,
         sinks=sinks,
+    )
+    return tiling.join(out)
+
+
+def _by_kernel(
+    memory: Shaped[Array, "rows span_tokens record"],
+    start: Int32[Array, ""],
+    pool: PoolLayout,
+    order: Int32[Array, ""],
+    grant: Grant,
+    q: Float[Array, "packed q_heads key_dim"],
+    attention: Attention,
+    sinks: Float32[Array, " q_heads"] | None,
+    facts: TpuFacts | GpuFacts,
+) -> Float[Array, "packed q_heads value_dim"]:
+    if isinstance(facts, TpuFacts):
+        raise NotImplementedError(f"{facts.name} shows its user no virtual memory; use kvjax.init(extents=...)")
+    from pallas_kernels.gpu.span_attention import TILE_LINES, span_attention  # Mosaic GPU: imported when used
+
+    size = tile_size(grant.packed, grant.rows, max(1, TILE_LINES * pool.heads // q.shape[1]))
+    tiling = make_tiling(grant, size)
+    # The rows are what the kernel's copies take their addresses from, so they wait for the stores.
+    tiles = replace(tiling.tiles, row=tiling.tiles.row + order)
+    out = span_attention(
+        tiling.split(q.astype(memory.dtype)),
+        memory,
+        tiles,
+        start,
+        kv_heads=pool.heads,
+        attention=attention,
+        sinks=sinks,
+        facts=facts,
     )
     return tiling.join(out)
 
@@ -149,17 +196,6 @@ def _(
 @paged.commit.register
 def _(cache: VirtualCache, tokens: Int32[Array, " rows"]) -> VirtualCache:
     return spans.commit(cache, tokens)
-
-
-def _slices(
-    memory: Shaped[Array, "rows span_tokens record"],
-    rows: Int32[Array, " n"],
-    tokens: Int32[Array, " n"],
-    start: Int32[Array, ""],
-    size: tuple[int, int, int],
-) -> Shaped[Array, "n block elements"]:
-    """A slice of `size` a row, from each row's token and element `start` on."""
-    return jax.vmap(lambda row, token: lax.dynamic_slice(memory, (row, token, start), size)[0])(rows, tokens)
 
 
 @paged.truncate.register

@@ -1,8 +1,8 @@
 """The CUDA substrate: the driver's virtual memory management (cuMemAddressReserve, cuMemCreate, cuMemMap).
 
 Needs the package `cuda-bindings` and an NVIDIA driver; both are looked for when a `CudaSubstrate` is made.  Stock
-drivers map 2 MiB at a time (`granularity` asks).  Reading an address without memory is a fault here, so whatever reads
-the range must stay within each row's context (`attend` does).
+drivers map 2 MiB at a time (`granularity` asks).  Reading an address without memory is a fault here, and attention
+reads whole blocks, so a page-group holds whole blocks of tokens: 64, or 128 for plain XLA.
 
 Unlike on the host, a cache kept from a step before its row was released is not noticed: its stores go to whoever holds
 the memory now.  Take a new `VirtualSpace.cache()` for each step.
@@ -18,8 +18,11 @@ import jax
 import numpy as np
 from jaxtyping import Array, Int32, Shaped
 
+from kvjax.attention.paged import Backend, choose_backend
+from kvjax.attention.xla import BLOCK_TOKENS as XLA_BLOCK
 from kvjax.virtual.dlpack import CUDA, array_at
 from kvjax.virtual.span import SpanLayout
+from pallas_kernels.gpu.schedule import BLOCK as KERNEL_BLOCK
 
 
 class CudaError(RuntimeError):
@@ -40,24 +43,35 @@ class CudaSubstrate:
 
     Attributes:
       granularity: bytes the driver maps at a time.
+      backend: what attends.
     """
 
     granularity: int
+    backend: Backend
 
-    def __init__(self, device: int = 0, *, driver: Any = None):
+    def __init__(self, device: int = 0, *, driver: Any = None, backend: Backend | None = None):
         """Opens the driver.
 
         Args:
           device: the GPU, by the driver's and jax's number.
           driver: what to use as `cuda.bindings.driver`.
+          backend: what attends: facts of a GPU for kvjax's kernel, or "xla"; by the GPU if None.
 
         Raises:
           ImportError: `cuda-bindings` is not installed.
+          NotImplementedError: no kernels for this GPU; pass backend="xla".
           OSError: no NVIDIA driver.
           CudaError: the driver has no such device.
         """
         self._calls = _Calls(_load_driver() if driver is None else driver, device)
         self.device, self.granularity = device, self._calls.granularity()
+        if backend is None:
+            backend = choose_backend("gpu", jax.devices("gpu")[device].device_kind)
+        self.backend = backend
+
+    @property
+    def reads_at_once(self) -> int:
+        return XLA_BLOCK if self.backend == "xla" else KERNEL_BLOCK
 
     def reserve(self, layout: SpanLayout, num_pages: int) -> CudaRange:
         """Raises CudaError if the driver has not this much address space."""
@@ -69,8 +83,6 @@ class CudaRange:
 
     Each page-group is one allocation, made when it is first mapped and kept until `close`.
     """
-
-    reads_unmapped = False
 
     def __init__(self, layout: SpanLayout, num_pages: int, calls: _Calls, device: int):
         self._layout, self._none, self._calls, self._device = layout, num_pages, calls, device

@@ -26,6 +26,7 @@ import numpy as np
 from jax.experimental import io_callback
 from jaxtyping import Array, Int32, Shaped
 
+from kvjax.attention.paged import Backend
 from kvjax.virtual.dlpack import array_at
 from kvjax.virtual.span import SpanLayout
 
@@ -73,6 +74,14 @@ class HostSubstrate:
     def granularity(self) -> int:
         return os.sysconf("SC_PAGE_SIZE")
 
+    @property
+    def backend(self) -> Backend:
+        return "xla"
+
+    @property
+    def reads_at_once(self) -> int:
+        return 1
+
     def reserve(self, layout: SpanLayout, num_pages: int) -> HostRange:
         """Raises OSError if the kernel has not this much address space."""
         return HostRange(layout, num_pages, self.areas)
@@ -80,8 +89,6 @@ class HostSubstrate:
 
 class HostRange:
     """An `AddressRange` over one memfd; see there for what the methods promise."""
-
-    reads_unmapped = True
 
     def __init__(self, layout: SpanLayout, num_pages: int, areas: AreaBudget):
         self.store, self.handle = store, next(_HANDLES)

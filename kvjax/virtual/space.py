@@ -87,7 +87,9 @@ class VirtualSpace:
             page_group_bytes=page_group_bytes,
             granularity=substrate.granularity,
             block=BLOCK_TOKENS,
+            reads_at_once=substrate.reads_at_once,
         )
+        self._backend = substrate.backend
         self._lookahead = static_size("lookahead", lookahead, least=0)
         self._watermark = static_size("watermark", watermark, least=0)
         num_pages = static_size("num_pages", num_pages)
@@ -223,7 +225,7 @@ class VirtualSpace:
             order=jnp.int32(0),
             memory=self._memory,
             layout=self.layout,
-            reads_unmapped=self._rows.range.reads_unmapped,
+            backend=self._backend,
             store=self._rows.range.store,
         )
 

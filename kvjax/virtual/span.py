@@ -20,11 +20,8 @@ from kvjax.inputs import static_size
 from kvjax.layout import PoolLayout, canonical_layout
 from kvjax.spec import CacheSpec
 
-_POOL_ALIGNMENT = 16
-"""Bytes; what bulk copies on a GPU ask of an address."""
-
-_RECORD_ALIGNMENT = 64
-"""Bytes; what XLA asks of an array, and so what each row and token begins at."""
+_ALIGNMENT = 128
+"""Bytes; what bulk copies on a GPU ask of a token's record and of a pool in it, and more than XLA asks of an array."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +49,10 @@ class SpanLayout:
     Attributes:
       spec: what the model caches.
       places: for each group, its pools.
-      record_bytes: bytes of one token, all layers and tensors, padded to 64.
+      record_bytes: bytes of one token, all layers and tensors, padded to 128.
       page_tokens: tokens a page-group.
-      page_bytes: bytes a page-group: a multiple of the platform's granularity that holds whole tokens.
+      page_bytes: bytes a page-group: a multiple of the platform's granularity that holds whole tokens, and
+        whole blocks of them where reading past memory is a fault.
       width: page-groups a row may hold.
       span_pages: page-groups of address space a row: `width`, rounded up to whole attention blocks, at least two.
       rows: spans.
@@ -87,7 +85,14 @@ class SpanLayout:
 
 
 def span_layout(
-    spec: CacheSpec, *, rows: int, max_context: int, page_group_bytes: int, granularity: int, block: int
+    spec: CacheSpec,
+    *,
+    rows: int,
+    max_context: int,
+    page_group_bytes: int,
+    granularity: int,
+    block: int,
+    reads_at_once: int,
 ) -> SpanLayout:
     """Sizes for a spec.
 
@@ -98,6 +103,7 @@ def span_layout(
       page_group_bytes: least bytes a page-group; rounded up to whole tokens and whole granules.
       granularity: bytes the platform maps at a time.
       block: tokens attention reads at a time; a span is a whole number of them, so that no read crosses into the next.
+      reads_at_once: tokens that are read together and must all be memory; a page-group is a whole number of them.
 
     Raises:
       ValueError: a size below 1.
@@ -115,10 +121,10 @@ def span_layout(
         row = []
         for pool in canonical_layout(group, 1).pools:
             row.append(PoolPlace(pool, end))
-            end = _round_up(end + len(group.layers) * pool.bytes_per_token, _POOL_ALIGNMENT)
+            end = _round_up(end + len(group.layers) * pool.bytes_per_token, _ALIGNMENT)
         places.append(tuple(row))
-    record = _round_up(end, _RECORD_ALIGNMENT)
-    page_bytes = _round_up(page_group_bytes, lcm(granularity, record))
+    record = _round_up(end, _ALIGNMENT)
+    page_bytes = _round_up(page_group_bytes, lcm(granularity, reads_at_once * record))
     tokens = page_bytes // record
     width = -(-max_context // tokens)
     return SpanLayout(

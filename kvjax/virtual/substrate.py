@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Int32, Shaped
 
+from kvjax.attention.paged import Backend
 from kvjax.virtual.span import SpanLayout
 
 
@@ -45,7 +46,6 @@ class AddressRange(Protocol):
       address: where the range begins.
       mapped: the page at each place; `num_pages` where there is none.
       generation: of each row's request; the space counts it on when a request ends.
-      reads_unmapped: reading a place without a page is harmless.
       store: stores through the mapping, as part of a traced program; see `Store`.
       handle: the number by which `store` knows the range at run time.
     """
@@ -53,7 +53,6 @@ class AddressRange(Protocol):
     address: int
     mapped: Int32[np.ndarray, " places"]
     generation: Int32[np.ndarray, " rows"]
-    reads_unmapped: bool
     store: Store
     handle: int
 
@@ -91,10 +90,19 @@ class Substrate(Protocol):
 
     Attributes:
       granularity: bytes it maps at a time.
+      backend: what attends to its memory.
+      reads_at_once: tokens that attention reads together and that must all be memory; 1 where reading a place without
+        a page is harmless.
     """
 
     @property
     def granularity(self) -> int: ...
+
+    @property
+    def backend(self) -> Backend: ...
+
+    @property
+    def reads_at_once(self) -> int: ...
 
     def reserve(self, layout: SpanLayout, num_pages: int) -> AddressRange:
         """Addresses for every row of a `SpanLayout`, and the right to `num_pages` of its page-groups of memory."""

@@ -14,14 +14,11 @@ from jaxtyping import Array, Float, Float32, Int32, Shaped
 from pallas_kernels.arguments import Attention, Scales, Tiles, check_arguments
 from pallas_kernels.gpu.attend_items import TILE_LINES, attend_items
 from pallas_kernels.gpu.schedule import BLOCK
-from pallas_kernels.gpu.span_stream import Spans
+from pallas_kernels.gpu.span_stream import RECORD_BYTES, Spans
 from pallas_kernels.hardware import GpuFacts
 from pallas_kernels.tuned import AttentionShape
 
 __all__ = ["BLOCK", "RECORD_BYTES", "TILE_LINES", "span_attention"]
-
-RECORD_BYTES = 128
-"""A token's record is a multiple of it, and so is the place where a group of layers begins: copies move such tiles."""
 
 
 def span_attention(

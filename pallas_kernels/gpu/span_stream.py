@@ -1,5 +1,6 @@
 """Keys and values in spans: a row's tokens one after another in memory, so that one copy brings a block of them."""
 
+import math
 from dataclasses import dataclass, field
 
 import jax
@@ -9,6 +10,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.arguments import Attention
 from pallas_kernels.gpu.ring import Ref, Ring, Scalar
 from pallas_kernels.gpu.schedule import BLOCK
+
+RECORD_BYTES = 128
+"""A token's record is a multiple of it, and so is the place where a group of layers begins: copies move such tiles."""
 
 
 @jax.tree_util.register_dataclass
@@ -64,7 +68,9 @@ class SpanStream:
 
     def _send(self, ring: Ring, turn: Scalar, block: Scalar, first_lane: Scalar) -> None:
         buffer = ring.await_room(turn)
-        tokens, lanes = pl.ds(block * BLOCK, BLOCK), pl.ds(first_lane, ring.slots.shape[2])
+        # Whole tiles: they divide keys, values and heads, and 128 bytes, which the group's place is a multiple of.
+        tile = math.gcd(ring.lanes, RECORD_BYTES // ring.slots.dtype.itemsize)
+        tokens, lanes = pl.ds(block * BLOCK, BLOCK), pl.ds(pl.multiple_of(first_lane, tile), ring.slots.shape[2])
         plgpu.copy_gmem_to_smem(
             self.source.memory.at[self.row, tokens, lanes], ring.slots.at[buffer], ring.arrived.at[buffer]
         )

@@ -33,17 +33,23 @@ def shape(*sizes: int, dtype: str = "int32") -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(sizes, dtype)
 
 
-def virtual_cache(heads: int) -> VirtualCache:
+def virtual_cache(target: str, heads: int) -> VirtualCache:
     """A cache of shapes, whose stores go to an address that nothing is mapped at."""
     spec = kvjax.CacheSpec.uniform(layers=LAYERS, kv_heads=heads, head_dim=WIDTH)
     layout = span_layout(
-        spec, rows=ROWS, max_context=TOKENS, page_group_bytes=2 << 20, granularity=2 << 20, block=BLOCK_TOKENS
+        spec,
+        rows=ROWS,
+        max_context=TOKENS,
+        page_group_bytes=2 << 20,
+        granularity=2 << 20,
+        block=BLOCK_TOKENS,
+        reads_at_once=64,
     )
 
     memory = {dtype: shape(*layout.shape(dtype), dtype=dtype) for dtype in layout.dtypes}
     rows = [shape(ROWS) for _ in range(4)]
     return VirtualCache(
-        *rows, shape(), shape(), memory, layout=layout, reads_unmapped=False, store=partial(cuda_store, layout, ADDRESS)
+        *rows, shape(), shape(), memory, layout=layout, backend=GPUS[target], store=partial(cuda_store, layout, ADDRESS)
     )
 
 
@@ -60,7 +66,7 @@ def step(cache: VirtualCache, tokens: Any, q: Any, k: Any, v: Any) -> Any:
 
 def check_step(target: str) -> str | None:
     """What is wrong with a compiled step, if anything."""
-    cache = virtual_cache(HEADS)
+    cache = virtual_cache(target, HEADS)
     inputs = [shape(ROWS, heads, WIDTH, dtype="bfloat16") for heads in (4 * HEADS, HEADS, HEADS)]
     with mosaic_kernels() as kernels:
         compiled = compile_for(target, step, cache, shape(ROWS), *inputs)

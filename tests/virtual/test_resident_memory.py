@@ -4,7 +4,7 @@ import mmap
 
 import pytest
 
-from experiments.resident_memory import Resident, serve
+from experiments.resident_measure import Resident, serve
 from kvjax.virtual.host import HostRange
 
 ROWS, USED, GROUP, TOKEN = 64, 1000, 65536, 2048
