@@ -24,9 +24,10 @@ from pallas_kernels.arguments import Attention
 from pallas_kernels.gpu.block_rule import allowed_sizes
 from pallas_kernels.gpu.layouts import tiled
 from pallas_kernels.gpu.paged_attention import TILE_LINES, paged_attention
+from pallas_kernels.gpu.span_attention import span_attention
 from pallas_kernels.hardware import GPUS, H200, KIB, MIB, GpuFacts
 from tests.compile.gpu_target import MosaicKernel, compile_for, device, mosaic_kernels
-from tests.compile.problems import PROBLEMS, Problem, random_checks
+from tests.compile.problems import IN_SPANS, PROBLEMS, Problem, random_checks
 
 POOL = 1  # the position of the pool among the arguments of every check
 TEMPORARY_LIMIT = 32 * MIB  # above padded copies of q and partial answers, below one of the pool or the large table
@@ -61,6 +62,18 @@ def one_layer(facts: GpuFacts, attention: Attention, q, pool, pages, tiles, page
         q, pool, pages, tiles, page_offset, attention=attention, sinks=sinks, scales=scales, facts=facts
     )
     return out, pool
+
+
+def over_spans(facts: GpuFacts, problem: Problem, q, memory, tiles, start, sinks, scales):
+    """A layer's attention over spans; the donated memory goes back as it is."""
+    _, kv_heads = map(int, problem.heads.split(":"))
+    options = {"kv_heads": kv_heads, "attention": problem.attention, "sinks": sinks, "scales": scales}
+    return span_attention(q, memory, tiles, start, facts=facts, **options), memory
+
+
+def copy_of_the_memory(facts: GpuFacts, problem: Problem, q, memory, *rest):
+    """What a caller must not do: hand the kernel memory that was computed."""
+    return over_spans(facts, problem, q, -memory, *rest)[0], memory
 
 
 def all_layers(facts: GpuFacts, attention: Attention, q, pool, pages, tiles, page_offset, sinks, scales):
@@ -142,6 +155,9 @@ def checks(facts: GpuFacts) -> Iterator[Check]:
     for name, problem, chip in random_checks(facts, TILE_LINES, allowed_sizes):
         attend = partial(one_layer, chip, problem.attention)
         yield Check(f"paged_attention {name}", attend, problem.shapes(1))
+    for problem in IN_SPANS:
+        attend = partial(over_spans, facts, problem)
+        yield Check(f"span_attention {problem}", attend, problem.shapes_in_spans())
     scanned = Problem(tiles=128, context=2**20)
     layers = partial(all_layers, facts, scanned.attention)
     yield Check(f"paged_attention {scanned}, scanned over {LAYERS} layers", layers, scanned.shapes(1))
@@ -151,6 +167,9 @@ def checks(facts: GpuFacts) -> Iterator[Check]:
     yield Check("broken: registers spilled", more_registers_than_there_are, small, "bytes spilled")
     yield Check("broken: too much shared memory", more_shared_memory_than_there_is, small, "(?i)(smem|shared memory)")
     yield Check("broken: the pool copied", copied, small, "temporary bytes")
+    spans = Problem(heads="9:3", key_dim=64)
+    copied = partial(copy_of_the_memory, facts, spans)
+    yield Check("broken: the spans copied", copied, spans.shapes_in_spans(), "temporary bytes")
     exact = Problem(heads="9:3", key_dim=64, dtype="float32", page_size=64, context=1024).shapes(1)
     yield Check("broken: float32 on the tensor cores", float32_on_the_tensor_cores, exact, "tensor cores")
 

@@ -73,6 +73,13 @@ class Problem:
         q, pool, pages, *rest = self.shapes(lane_multiple)
         return q, pool, Runs(pages, pages, struct(pages.shape[:1], jnp.int32)), *rest
 
+    def shapes_in_spans(self) -> tuple[Any, ...]:
+        """The same with a span a row: q, memory, tiles, start, sinks, scales. A record holds two layers."""
+        q, pool, _, tiles, start, sinks, scales = self.shapes(1)
+        record = round_up(2 * pool.shape[1] * pool.shape[3] * pool.dtype.itemsize, 128) // pool.dtype.itemsize
+        memory = struct((self.tiles, round_up(self.context, 64), record), pool.dtype)
+        return q, memory, tiles, start, sinks, scales
+
     @property
     def shape(self) -> AttentionShape:
         """What the kernels look up sizes by."""
@@ -122,6 +129,18 @@ IN_RUNS = (
     WIDE_SCALES,
     Problem(heads="9:3", key_dim=64, page_size=32, tiles=1024),
     Problem(tokens=6, pool_dtype="int8", scales="token", window=100, kept=20, soft_cap=5.0, sinks=True),
+)
+# What the kernel over spans is asked; a row's span of the last is 137 GB of addresses.
+IN_SPANS = (
+    Problem(),
+    Problem(heads="9:3", key_dim=64, tokens=8, window=512, kept=4, soft_cap=30.0, sinks=True),
+    Problem(dtype="float32"),
+    Problem(heads="8:1", key_dim=80),
+    Problem(heads="16:16", key_dim=192, value_dim=128),
+    Problem(heads="8:2", key_dim=256, dtype="float16"),
+    Problem(pool_dtype="int8", scales="head"),
+    Problem(pool_dtype="float8_e4m3fn", heads="4:2", key_dim=112),
+    Problem(heads="256:128", key_dim=256, tiles=64, context=2**20),
 )
 RANDOM_PROBLEMS = 6  # for each target, the same ones every time
 
