@@ -58,6 +58,7 @@ def init(
     Raises:
       ValueError: a size below 1, a span larger than a pool, sizes that do not fit 32-bit positions, or heads the mesh
         does not divide; or block sizes tuned on another chip, or for shapes that no group has.
+      TypeError: `extents` or `tuned` hold anything else.
       NotImplementedError: sliding-window groups, what the chosen kernels do not take, or kernels over a mesh; the
         message says what to use instead.
     """
@@ -74,6 +75,10 @@ def init(
             raise ValueError(
                 f"num_pages={number} × {len(group.layers)} layers exceeds {INT32_MAX}: page ids are 32 bits"
             )
+    if extents is not None and not isinstance(extents, ExtentOptions):
+        raise TypeError(f"extents={extents!r}; pass kvjax.extents.ExtentOptions(), or None")
+    if wrong := [one for one in tuned if not isinstance(one, Tuned)]:
+        raise TypeError(f"tuned holds {wrong[0]!r}; pass what kvjax.attention.load_tuned returns")
     backend = _backend_of(mesh) if backend is None else backend
     on_tpu = isinstance(backend, TpuFacts)
     if backend != "xla":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 
 import chex
@@ -331,3 +332,12 @@ def test_refusals_raise_on_the_host_with_a_repair():
     _, grant = kvjax.reserve(cache, jnp.array([4, 4, 4, 0], jnp.int32), max_tokens=16)
     with pytest.raises(kvjax.PageTableError, match=r"row 2: OUT_OF_PAGES.*more pages"):
         kvjax.raise_for_status(grant.status, operation="reserve")
+
+
+SPEC = CacheSpec.uniform(layers=1, kv_heads=1, head_dim=64)
+
+
+@pytest.mark.parametrize(("option", "repair"), [({"extents": True}, "ExtentOptions()"), ({"tuned": [1]}, "load_tuned")])
+def test_options_of_another_kind_are_refused_by_name(option, repair):
+    with pytest.raises(TypeError, match=re.escape(repair)):
+        kvjax.init(SPEC, rows=1, num_pages=1, page_size=16, max_context=16, **option)
