@@ -7,9 +7,9 @@ of the page table: 16 thousand pages and 16 thousand positions a row, against 4 
 The TPU compiler keeps small arrays in VMEM and gives scatters and gathers to the SparseCore by their size, each with
 other scratch: there the pools are compared with that placement off, for one width of table, and as users compile all
 temporaries must be smaller than one copy of an array of the large pool.
-Each call has 64 rows; a step with all transitions is compiled with 1,024 rows too, and on extents: what these add to
-the single calls is in `tests.extents.test_in_place`.  The last case is a step that needs its input after changing it,
-which the gate must refuse.
+Each call has 64 rows; a step with all transitions is compiled with 1,024 rows too, and on extents, but for GPUs: what
+these add to the single calls is in `tests.extents.test_in_place`.  The last case is a step that needs its input after
+changing it, which the gate must refuse.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from kvjax.engine.speculation import Drafter, NoDrafts, PromptLookup
 from kvjax.engine.swap_steps import restore_pages, save_pages, unpin_pages
 from kvjax.extents import Moves
 from kvjax.grant import make_grant
+from pallas_kernels.hardware import GpuFacts
 
 SMALL, LARGE = 1 << 14, 1 << 22
 SMALL_OF_EXTENTS = 1 << 17
@@ -262,6 +263,8 @@ def run(target: Target) -> int:
     """Checks all cases, prints a line each, and returns the number of failures."""
     passed = failed = 0
     for case in cases():
+        if case.extents and isinstance(target.backend, GpuFacts):
+            continue  # they are for where memory cannot be remapped, and take this compiler minutes
         good, line = check(case, target)
         passed, failed = passed + good, failed + (not good)
         print(f"{'ok  ' if good else 'FAIL'} {target.name:6s} {line}", flush=True)
