@@ -96,7 +96,10 @@ def key_and_value_dims(layout: PoolLayout) -> tuple[int, int]:
     """The widths of "k" and "v" in a pool that holds them; NotImplementedError for any other pool."""
     lanes = {name: end - start for name, start, end in layout.slices}
     if set(lanes) != {"k", "v"}:
-        raise NotImplementedError(f"attend needs a pool of k and v side by side, this one holds {sorted(lanes)}")
+        raise NotImplementedError(
+            f"attend needs a pool of k and v side by side, this one holds {sorted(lanes)}; "
+            "name the group's tensors k and v, or read them with kvjax.layout.view"
+        )
     return lanes["k"], lanes["v"]
 
 
